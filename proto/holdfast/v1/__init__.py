@@ -1,0 +1,1 @@
+"""Version 1 of the wire format: the ``.proto`` files and the stubs generated from them."""

@@ -1,0 +1,276 @@
+"""All operations of the KV core in random order against a naive model; laws L1-L7 after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.errors import OutOfPages, SessionBusy, SessionExists
+from workers.kv import Outcome, SessionCache
+from workers.kv.sessions import new_tokens
+
+SESSIONS = ["a", "b", "c", "d", "e"]
+TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "x"}
+
+
+@dataclass
+class ModelSession:
+    """What a session is, without pages: its tokens as of the last good turn, and its turn's."""
+
+    tokens: list[int] = field(default_factory=list)
+    turn: list[int] | None = None
+    running: bool = False
+
+
+def prefix_hashes(session: str, tokens: list[int]) -> list[int]:
+    hashes, chain = [], hash(TENANTS[session])
+    for token in tokens:
+        chain = hash((chain, token))
+        hashes.append(chain)
+    return hashes
+
+
+class KVCore(RuleBasedStateMachine):
+    """``kv[page][offset]`` plays the device's memory: each position holds a hash of its whole prefix,
+    so that reading a page that was overwritten, freed or served to the wrong prefix is seen at once."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 4, 16]), num_pages=st.integers(3, 14), weak=st.booleans())
+    def start(self, page_size: int, num_pages: int, weak: bool) -> None:
+        digest = {"digest": lambda parent, tokens: b"same"} if weak else {}
+        self.cache = SessionCache(num_pages, page_size, max_slots=4, **digest)
+        self.kv: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self.table: dict[tuple[int, int], int] = {}
+        self.model: dict[str, ModelSession] = {}
+        self.turn_number = 0
+
+    # ---- the device, played -------------------------------------------------------------------
+
+    def apply_step(self) -> None:
+        for update in self.cache.take_table_updates():
+            self.table[update.row, update.index] = update.page
+        copies = list(self.cache.pending_copies)
+        for source, target in copies:
+            self.kv[target] = list(self.kv[source])
+        self.cache.finish_copies(len(copies))
+
+    def write(self, session: str, start: int, tokens: list[int]) -> None:
+        slot, size = self.cache.slots[session], self.cache.page_size
+        chain = prefix_hashes(session, [*slot.tokens[:start], *tokens])
+        for position in range(start, start + len(tokens)):
+            page = self.table[slot.row, position // size]
+            assert page == slot.pages[position // size], "the device's table and the core's differ (L2)"
+            assert self.cache.pool.refcounts[page] == 1, "a shared page was written (L4)"
+            self.kv[page][position % size] = chain[position]
+
+    def known(self, session: str) -> int:
+        return len(self.cache.slots[session].tokens)
+
+    # ---- rules ----------------------------------------------------------------------------------
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def open(self, session: str) -> None:
+        try:
+            self.cache.open(session, TENANTS[session])
+        except OutOfPages:
+            return
+        self.model.setdefault(session, ModelSession())
+        self.forget_evicted()
+
+    @rule(
+        session=st.sampled_from(SESSIONS),
+        keep=st.integers(0, 60),
+        # Few distinct inputs, so that sessions share prefixes all the time.
+        delta=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        retries=st.integers(1, 2),
+    )
+    def begin_turn(self, session: str, keep: int, delta: list[int], retries: int) -> None:
+        if session not in self.cache.slots:
+            return
+        model = self.model[session]
+        if model.turn is not None:
+            with pytest.raises(SessionBusy):
+                self.cache.resume(session, "other", new_tokens([1]), 0)
+            return
+        keep = min(keep, self.known(session))
+        tokens = [*self.cache.slots[session].tokens[:keep], *delta]
+        self.turn_number += 1
+        model.turn, model.running = tokens, True
+        model.tokens = tokens[:keep]
+        cached = {self.cache.resume(session, str(self.turn_number), new_tokens(tokens), keep) for _ in range(retries)}
+        assert len(cached) == 1 and cached.pop() <= len(tokens) - 1, "resume twice is resume once (L6)"
+
+    @precondition(lambda self: any(m.running for m in self.model.values()))
+    @rule(data=st.data(), num_draft=st.integers(0, 5), chunk=st.integers(1, 20))
+    def step(self, data: st.DataObject, num_draft: int, chunk: int) -> None:
+        """Compute a chunk of a turn: extend (perhaps speculatively), write, commit (perhaps fewer)."""
+        session = data.draw(st.sampled_from(sorted(s for s, m in self.model.items() if m.running)))
+        model, slot = self.model[session], self.cache.slots[session]
+        assert model.turn is not None
+        todo = model.turn[slot.committed_len : slot.committed_len + chunk]
+        if not todo:
+            todo = [data.draw(st.integers(0, 1))]
+            model.turn.extend(todo)
+        before = (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
+        try:
+            self.cache.extend(session, len(todo) + num_draft)
+        except OutOfPages:
+            assert before == (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
+            self.really_out_of_pages(session, len(todo) + num_draft)
+            return
+        full = before[1][: slot.committed_len // self.cache.page_size]
+        assert slot.pages[: len(full)] == full, "entries were replaced (L2)"
+        self.apply_step()
+        self.write(session, slot.committed_len, todo)
+        accepted = data.draw(st.integers(1, len(todo)))
+        self.cache.commit(session, new_tokens(todo[:accepted]))
+        self.forget_evicted()
+
+    def really_out_of_pages(self, session: str, num_tokens: int) -> None:
+        slot, size = self.cache.slots[session], self.cache.page_size
+        pinned = {p for s in self.cache.slots.values() if s.running for p in s.pages}
+        needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.pages) + 1
+        assert len(self.cache.pool.refcounts) - len(pinned) < needed, "pages were there, yet it gave up"
+
+    @rule(session=st.sampled_from(SESSIONS), outcome=st.sampled_from(Outcome), twice=st.booleans())
+    def finish(self, session: str, outcome: Outcome, twice: bool) -> None:
+        model = self.model.get(session)
+        slot = self.cache.slots.get(session)
+        if model is None or slot is None or model.turn is None:
+            self.cache.finish(session, "unknown", outcome)
+            return
+        if outcome is not Outcome.ABORTED and not model.running:
+            return
+        turn_id, committed = slot.turn_id, slot.committed_len
+        assert turn_id is not None
+        known = new_tokens(model.turn[committed:]) if outcome is Outcome.COMPLETED else None
+        for _ in range(1 + twice):
+            self.cache.finish(session, turn_id, outcome, known)
+        model.running = False
+        if outcome is Outcome.RETRACTED:
+            return
+        if outcome is Outcome.COMPLETED:
+            model.tokens = list(model.turn)
+        model.turn = None
+        self.same_as_model(session)
+
+    @precondition(lambda self: any(m.turn is not None and not m.running for m in self.model.values()))
+    @rule(data=st.data())
+    def return_after_retract(self, data: st.DataObject) -> None:
+        waiting = sorted(s for s, m in self.model.items() if m.turn is not None and not m.running)
+        session = data.draw(st.sampled_from(waiting))
+        model, slot = self.model[session], self.cache.slots[session]
+        assert model.turn is not None and slot.turn_id is not None
+        expected = min(slot.committed_len, len(model.turn) - 1)
+        cached = self.cache.resume(session, slot.turn_id, new_tokens(model.turn), len(slot.tokens))
+        assert expected <= cached <= len(model.turn) - 1
+        model.running = True
+
+    @rule(session=st.sampled_from(SESSIONS), keep=st.integers(0, 60), times=st.integers(1, 2))
+    def free_tail(self, session: str, keep: int, times: int) -> None:
+        if session not in self.cache.slots:
+            return
+        model = self.model[session]
+        if model.turn is not None:
+            with pytest.raises(SessionBusy):
+                self.cache.free_tail(session, keep)
+            return
+        slot = self.cache.slots[session]
+        before, committed = list(slot.pages), slot.committed_len
+        for _ in range(times):
+            self.cache.free_tail(session, keep)
+        assert slot.pages == before[: -(-min(keep, committed) // self.cache.page_size)], "whole pages (L3)"
+        del model.tokens[keep:]
+        self.same_as_model(session)
+
+    @rule(session=st.sampled_from(SESSIONS))
+    def release(self, session: str) -> None:
+        if self.model.get(session, ModelSession()).turn is not None:
+            with pytest.raises(SessionBusy):
+                self.cache.release_session(session)
+            return
+        self.cache.release_session(session)
+        self.model.pop(session, None)
+        assert self.cache.release_session(session) == 0
+
+    @rule(parent=st.sampled_from(SESSIONS), child=st.sampled_from(SESSIONS), at=st.integers(0, 60))
+    def fork(self, parent: str, child: str, at: int) -> None:
+        if parent not in self.cache.slots or TENANTS[parent] != TENANTS[child]:
+            return
+        if child in self.cache.slots:
+            with pytest.raises(SessionExists):
+                self.cache.fork(parent, child)
+            return
+        base = self.model[parent].tokens
+        at = min(at, len(base), self.known(parent))
+        try:
+            slot = self.cache.fork(parent, child, at)
+        except OutOfPages:
+            return
+        self.forget_evicted()
+        self.model[child] = ModelSession(tokens=base[:at])
+        assert list(slot.tokens) == base[:at]
+
+    @rule()
+    def evict_one(self) -> None:
+        self.cache.evict_idle()
+        self.forget_evicted()
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+        self.forget_evicted()
+
+    # ---- laws -----------------------------------------------------------------------------------
+
+    def forget_evicted(self) -> None:
+        for session in [s for s in self.model if s not in self.cache.slots]:
+            assert self.model[session].turn is None, "a slot with a turn was dropped"
+            del self.model[session]
+
+    def same_as_model(self, session: str) -> None:
+        """After a turn the slot knows the session's tokens, or a prefix (what an eviction left)."""
+        slot, tokens = self.cache.slots[session], self.model[session].tokens
+        assert list(slot.tokens) == tokens[: len(slot.tokens)]
+        if len(slot.tokens) < len(tokens):
+            self.model[session].tokens = tokens[: len(slot.tokens)]
+
+    @invariant()
+    def pages_are_free_or_held(self) -> None:
+        if hasattr(self, "cache"):
+            report = self.cache.audit()
+            assert report.ok, report
+
+    @invariant()
+    def kv_is_the_kv_of_the_tokens(self) -> None:
+        for session, slot in getattr(self, "cache", SessionCache(1, 1)).slots.items():
+            size, chain = self.cache.page_size, prefix_hashes(session, list(slot.tokens))
+            for position in range(slot.committed_len):
+                found = self.kv[slot.pages[position // size]][position % size]
+                assert found == chain[position], f"{session} at {position}: KV of other tokens"
+
+    @invariant()
+    def lengths_are_ordered(self) -> None:
+        for session, slot in getattr(self, "cache", SessionCache(1, 1)).slots.items():
+            assert 0 <= slot.committed_len <= slot.allocated_len <= len(slot.pages) * self.cache.page_size
+            assert slot.running == self.model[session].running
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for session, slot in list(self.cache.slots.items()):
+            if slot.turn_id is not None:
+                self.cache.finish(session, slot.turn_id, Outcome.ABORTED)
+            self.cache.release_session(session)
+        self.cache.finish_copies(len(self.cache.pending_copies))
+        self.cache.flush()
+        assert self.cache.pool.num_free == self.cache.pool.num_pages, "pages leaked"
+
+
+TestKVCore = KVCore.TestCase
+TestKVCore.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

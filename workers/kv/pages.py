@@ -1,0 +1,98 @@
+"""The pool of KV pages: who holds how many references to each, which are free, which are only cached."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class PagePool:
+    """Reference counts, the free list, and the LRU of cached pages.
+
+    A page is in one of three states, told apart by its count alone:
+
+    ====================  ==============================================================
+    free                  ``refcounts[p] == 0``: on the free list
+    cached                ``refcounts[p] == 1`` and the prefix index is that one holder
+    held                  anything else: some slot or pending copy lists it
+    ====================  ==============================================================
+
+    Every page that is not free is held by those who list it and by nobody else (law L1); the pool
+    does not know who they are, the auditor asks them.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
+        self.num_pages = num_pages
+        self.refcounts = [0] * num_pages
+        # Popped from the end, so that a fresh pool hands out 0, 1, 2, ... in order.
+        self._free = list(range(num_pages - 1, -1, -1))
+        # Oldest first. Holders drop a chain of pages from its tail, so a page always enters after
+        # its descendants and plain LRU order never evicts a parent before its children.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._indexed = bytearray(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free) - len(self._cached)
+
+    def free_pages(self) -> list[int]:
+        """The free list, for the auditor."""
+        return list(self._free)
+
+    def cached_pages(self) -> list[int]:
+        """The cached pages, least recently used first, for the auditor."""
+        return list(self._cached)
+
+    def take_free(self) -> int | None:
+        """A free page with its count set to 1, or None when there is none."""
+        if not self._free:
+            return None
+        page = self._free.pop()
+        assert self.refcounts[page] == 0, f"page {page} was on the free list with holders"
+        self.refcounts[page] = 1
+        return page
+
+    def oldest_cached(self) -> int | None:
+        """The cached page that was used least recently; the prefix index must forget it to free it."""
+        return next(iter(self._cached), None)
+
+    def incref(self, page: int) -> None:
+        assert self.refcounts[page] > 0, f"page {page} is free and cannot gain a holder"
+        self.refcounts[page] += 1
+        if self._indexed[page]:
+            self._cached.pop(page, None)
+
+    def decref(self, page: int) -> bool:
+        """Drop one reference. Returns whether the page became free."""
+        count = self.refcounts[page] - 1
+        assert count >= 0, f"page {page} has no holder to drop"
+        self.refcounts[page] = count
+        if count == 0:
+            assert not self._indexed[page], f"page {page} was freed under the prefix index"
+            self._free.append(page)
+            return True
+        if count == 1 and self._indexed[page]:
+            self._cached[page] = None
+        return False
+
+    def mark_indexed(self, page: int) -> None:
+        """The prefix index becomes a holder of ``page`` (which somebody else holds already)."""
+        assert not self._indexed[page], f"page {page} is in the prefix index already"
+        self.incref(page)
+        self._indexed[page] = 1
+
+    def unmark_indexed(self, page: int) -> bool:
+        """The prefix index stops holding ``page``. Returns whether the page became free."""
+        assert self._indexed[page], f"page {page} is not in the prefix index"
+        self._indexed[page] = 0
+        self._cached.pop(page, None)
+        return self.decref(page)

@@ -1,0 +1,123 @@
+"""Which full pages hold the KV of which tokens, so that sequences with a common prefix share them.
+
+Pages are named by a chained hash: a page's digest covers its tokens and its parent's digest, hence
+the whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180 section 4.4). The
+hash only finds candidates. A match also needs the very parent entry and equal tokens, so by induction
+a hash collision cannot serve another prefix's KV. Each tenant has a root of its own: prefixes never
+match across tenants, which also closes the timing channel between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from workers.kv.pages import PagePool
+
+ROOT_PAGE = -1
+
+
+def chain_digest(parent: bytes, tokens: bytes) -> bytes:
+    """64-bit digest of a page: ``blake2b(parent digest + token bytes)``. The same in every process."""
+    return hashlib.blake2b(parent + tokens, digest_size=8).digest()
+
+
+@dataclass(slots=True, eq=False)
+class PrefixEntry:
+    """One full page in the index (or, with ``page == ROOT_PAGE``, a tenant's root)."""
+
+    parent: PrefixEntry | None
+    digest: bytes
+    tokens: bytes
+    page: int
+    owner: str = ""
+    # By page. Needed only to forget a whole branch when its session is released.
+    children: dict[int, PrefixEntry] = field(default_factory=dict)
+    # Another session than the owner has used it: worth keeping past its owner's end.
+    shared: bool = False
+
+
+class PrefixIndex:
+    """Finds the page that follows a given page for given tokens. Holds one reference to each page."""
+
+    def __init__(self, pool: PagePool, digest: Callable[[bytes, bytes], bytes] = chain_digest) -> None:
+        self._pool = pool
+        self._digest = digest
+        self._roots: dict[str, PrefixEntry] = {}
+        self._by_digest: dict[bytes, list[PrefixEntry]] = {}
+        self._by_page: dict[int, PrefixEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def pages(self) -> list[int]:
+        """The pages that the index holds, for the auditor."""
+        return list(self._by_page)
+
+    def root(self, tenant: str) -> PrefixEntry:
+        """The entry that a tenant's first pages follow."""
+        entry = self._roots.get(tenant)
+        if entry is None:
+            salt = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
+            entry = self._roots[tenant] = PrefixEntry(None, salt, b"", ROOT_PAGE)
+        return entry
+
+    def find(self, parent: PrefixEntry, tokens: array[int]) -> PrefixEntry | None:
+        """The entry for ``tokens`` (one page of them) right after ``parent``."""
+        raw = tokens.tobytes()
+        for entry in self._by_digest.get(self._digest(parent.digest, raw), ()):
+            if entry.parent is parent and entry.tokens == raw:
+                return entry
+        return None
+
+    def add(self, parent: PrefixEntry, tokens: array[int], page: int, owner: str) -> PrefixEntry | None:
+        """Index ``page`` as the one that holds ``tokens`` after ``parent``.
+
+        Returns None, and indexes nothing, when another page is indexed for the same tokens: then two
+        sequences computed the same prefix at the same time. The second keeps its page to itself.
+        """
+        raw = tokens.tobytes()
+        digest = self._digest(parent.digest, raw)
+        bucket = self._by_digest.setdefault(digest, [])
+        for other in bucket:
+            if other.parent is parent and other.tokens == raw:
+                return None
+        entry = PrefixEntry(parent, digest, raw, page, owner)
+        bucket.append(entry)
+        parent.children[page] = entry
+        self._by_page[page] = entry
+        self._pool.mark_indexed(page)
+        return entry
+
+    def remove(self, entry: PrefixEntry) -> bool:
+        """Forget an entry. Returns whether its page became free.
+
+        Children that it still has cannot be found any more, for their parent is no longer the one
+        that is looked up: they serve nobody wrongly, and leave by the LRU.
+        """
+        bucket = self._by_digest[entry.digest]
+        bucket.remove(entry)
+        if not bucket:
+            del self._by_digest[entry.digest]
+        del self._by_page[entry.page]
+        assert entry.parent is not None
+        del entry.parent.children[entry.page]
+        return self._pool.unmark_indexed(entry.page)
+
+    def remove_branch(self, top: PrefixEntry) -> None:
+        """Forget ``top`` and all below it that no other session than its owner has used."""
+        branch = [top]
+        for entry in branch:
+            branch.extend(child for child in entry.children.values() if not child.shared)
+        for entry in reversed(branch):
+            self.remove(entry)
+
+    def evict_oldest(self) -> bool:
+        """Free the page of the least recently used entry that nobody else holds, if there is one."""
+        page = self._pool.oldest_cached()
+        if page is None:
+            return False
+        self.remove(self._by_page[page])
+        return True
