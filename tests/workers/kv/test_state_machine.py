@@ -14,6 +14,13 @@ from workers.kv import Outcome, SessionCache
 from workers.kv.sessions import new_tokens
 
 SESSIONS = ["a", "b", "c", "d", "e"]
+# How many tokens from the end: often none, mostly few, so that cuts fall inside pages.
+CUTS = st.one_of(st.just(0), st.integers(1, 6), st.integers(0, 60))
+# Few distinct inputs, so that sessions share prefixes all the time.
+INPUTS = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=20),
+    st.integers(1, 20).map(lambda n: [0] * n),
+)
 TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "x"}
 
 
@@ -38,10 +45,10 @@ class KVCore(RuleBasedStateMachine):
     """``kv[page][offset]`` plays the device's memory: each position holds a hash of its whole prefix,
     so that reading a page that was overwritten, freed or served to the wrong prefix is seen at once."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 4, 16]), num_pages=st.integers(3, 14), weak=st.booleans())
+    @initialize(page_size=st.sampled_from([4, 2, 16, 1]), num_pages=st.integers(3, 24), weak=st.booleans())
     def start(self, page_size: int, num_pages: int, weak: bool) -> None:
         digest = {"digest": lambda parent, tokens: b"same"} if weak else {}
-        self.cache = SessionCache(num_pages, page_size, max_slots=4, **digest)
+        self.cache = SessionCache(num_pages, page_size, max_slots=5, **digest)
         self.kv: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.table: dict[tuple[int, int], int] = {}
         self.model: dict[str, ModelSession] = {}
@@ -71,31 +78,30 @@ class KVCore(RuleBasedStateMachine):
 
     # ---- rules ----------------------------------------------------------------------------------
 
-    @rule(session=st.sampled_from(SESSIONS))
-    def open(self, session: str) -> None:
+    def open(self, session: str) -> bool:
         try:
             self.cache.open(session, TENANTS[session])
         except OutOfPages:
-            return
+            return False
         self.model.setdefault(session, ModelSession())
         self.forget_evicted()
+        return True
 
     @rule(
         session=st.sampled_from(SESSIONS),
-        keep=st.integers(0, 60),
-        # Few distinct inputs, so that sessions share prefixes all the time.
-        delta=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        cut=CUTS,
+        delta=INPUTS,
         retries=st.integers(1, 2),
     )
-    def begin_turn(self, session: str, keep: int, delta: list[int], retries: int) -> None:
-        if session not in self.cache.slots:
+    def begin_turn(self, session: str, cut: int, delta: list[int], retries: int) -> None:
+        if not self.open(session):
             return
         model = self.model[session]
         if model.turn is not None:
             with pytest.raises(SessionBusy):
                 self.cache.resume(session, "other", new_tokens([1]), 0)
             return
-        keep = min(keep, self.known(session))
+        keep = max(0, self.known(session) - cut)
         tokens = [*self.cache.slots[session].tokens[:keep], *delta]
         self.turn_number += 1
         model.turn, model.running = tokens, True
@@ -108,11 +114,23 @@ class KVCore(RuleBasedStateMachine):
     def step(self, data: st.DataObject, num_draft: int, chunk: int) -> None:
         """Compute a chunk of a turn: extend (perhaps speculatively), write, commit (perhaps fewer)."""
         session = data.draw(st.sampled_from(sorted(s for s, m in self.model.items() if m.running)))
+        self.compute(session, num_draft, chunk, data.draw(st.integers(0, 2)))
+
+    @rule(session=st.sampled_from(SESSIONS), cut=CUTS, delta=INPUTS, outcome=st.sampled_from(Outcome))
+    def whole_turn(self, session: str, cut: int, delta: list[int], outcome: Outcome) -> None:
+        """So that sessions grow long enough to share, to be cut inside and to run out of pages."""
+        if self.model.get(session, ModelSession()).turn is not None:
+            return
+        self.begin_turn(session, cut, delta, 1)
+        if self.model.get(session, ModelSession()).running and self.compute(session, 0, 80, 0):
+            self.finish(session, outcome, twice=False)
+
+    def compute(self, session: str, num_draft: int, chunk: int, num_refused: int) -> bool:
         model, slot = self.model[session], self.cache.slots[session]
         assert model.turn is not None
         todo = model.turn[slot.committed_len : slot.committed_len + chunk]
         if not todo:
-            todo = [data.draw(st.integers(0, 1))]
+            todo = [len(model.turn) % 2]
             model.turn.extend(todo)
         before = (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
         try:
@@ -120,14 +138,14 @@ class KVCore(RuleBasedStateMachine):
         except OutOfPages:
             assert before == (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
             self.really_out_of_pages(session, len(todo) + num_draft)
-            return
+            return False
         full = before[1][: slot.committed_len // self.cache.page_size]
         assert slot.pages[: len(full)] == full, "entries were replaced (L2)"
         self.apply_step()
         self.write(session, slot.committed_len, todo)
-        accepted = data.draw(st.integers(1, len(todo)))
-        self.cache.commit(session, new_tokens(todo[:accepted]))
+        self.cache.commit(session, new_tokens(todo[: max(1, len(todo) - num_refused)]))
         self.forget_evicted()
+        return True
 
     def really_out_of_pages(self, session: str, num_tokens: int) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
@@ -135,7 +153,12 @@ class KVCore(RuleBasedStateMachine):
         needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.pages) + 1
         assert len(self.cache.pool.refcounts) - len(pinned) < needed, "pages were there, yet it gave up"
 
-    @rule(session=st.sampled_from(SESSIONS), outcome=st.sampled_from(Outcome), twice=st.booleans())
+    @precondition(lambda self: any(m.turn is not None for m in self.model.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(Outcome), twice=st.booleans())
+    def finish_one(self, data: st.DataObject, outcome: Outcome, twice: bool) -> None:
+        busy = sorted(s for s, m in self.model.items() if m.turn is not None)
+        self.finish(data.draw(st.sampled_from(busy)), outcome, twice)
+
     def finish(self, session: str, outcome: Outcome, twice: bool) -> None:
         model = self.model.get(session)
         slot = self.cache.slots.get(session)
@@ -169,10 +192,11 @@ class KVCore(RuleBasedStateMachine):
         assert expected <= cached <= len(model.turn) - 1
         model.running = True
 
-    @rule(session=st.sampled_from(SESSIONS), keep=st.integers(0, 60), times=st.integers(1, 2))
-    def free_tail(self, session: str, keep: int, times: int) -> None:
-        if session not in self.cache.slots:
-            return
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), cut=CUTS, times=st.integers(1, 2))
+    def free_tail(self, data: st.DataObject, cut: int, times: int) -> None:
+        session = data.draw(st.sampled_from(sorted(self.model)))
+        keep = max(0, self.known(session) - cut)
         model = self.model[session]
         if model.turn is not None:
             with pytest.raises(SessionBusy):
@@ -186,8 +210,10 @@ class KVCore(RuleBasedStateMachine):
         del model.tokens[keep:]
         self.same_as_model(session)
 
-    @rule(session=st.sampled_from(SESSIONS))
-    def release(self, session: str) -> None:
+    @rule(session=st.sampled_from(SESSIONS), chance=st.sampled_from([False, False, True]))
+    def release(self, session: str, chance: bool) -> None:
+        if not chance:
+            return
         if self.model.get(session, ModelSession()).turn is not None:
             with pytest.raises(SessionBusy):
                 self.cache.release_session(session)
@@ -196,16 +222,18 @@ class KVCore(RuleBasedStateMachine):
         self.model.pop(session, None)
         assert self.cache.release_session(session) == 0
 
-    @rule(parent=st.sampled_from(SESSIONS), child=st.sampled_from(SESSIONS), at=st.integers(0, 60))
-    def fork(self, parent: str, child: str, at: int) -> None:
-        if parent not in self.cache.slots or TENANTS[parent] != TENANTS[child]:
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), child=st.sampled_from(SESSIONS), cut=CUTS)
+    def fork(self, data: st.DataObject, child: str, cut: int) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.model)))
+        if TENANTS[parent] != TENANTS[child]:
             return
         if child in self.cache.slots:
             with pytest.raises(SessionExists):
                 self.cache.fork(parent, child)
             return
         base = self.model[parent].tokens
-        at = min(at, len(base), self.known(parent))
+        at = max(0, min(len(base), self.known(parent)) - cut)
         try:
             slot = self.cache.fork(parent, child, at)
         except OutOfPages:
@@ -214,14 +242,12 @@ class KVCore(RuleBasedStateMachine):
         self.model[child] = ModelSession(tokens=base[:at])
         assert list(slot.tokens) == base[:at]
 
-    @rule()
-    def evict_one(self) -> None:
-        self.cache.evict_idle()
-        self.forget_evicted()
-
-    @rule()
-    def flush(self) -> None:
-        self.cache.flush()
+    @rule(everything=st.sampled_from([False, False, False, False, False, True]))
+    def evict(self, everything: bool) -> None:
+        if everything:
+            self.cache.flush()
+        else:
+            self.cache.evict_idle()
         self.forget_evicted()
 
     # ---- laws -----------------------------------------------------------------------------------

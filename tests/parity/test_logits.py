@@ -1,0 +1,115 @@
+"""Logits of every prefill chunk and decode step equal those of transformers, over page tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
+from workers.kv import SessionCache
+from workers.kv.sessions import new_tokens
+from workers.models import Decoder, ForwardBatch, KVPool, ModelConfig, load_decoder
+
+PAGE_SIZES = [1, 4, 16, 64]
+CHUNKS = [None, 1, 7, 16]
+
+
+class PagedModel:
+    """A decoder driven through the real KV core, one sequence, no scheduler."""
+
+    def __init__(self, decoder: Decoder, page_size: int) -> None:
+        self.decoder, self.page_size = decoder, page_size
+        num_pages = 256 // page_size + 3
+        self.cache = SessionCache(num_pages, page_size, max_slots=4)
+        self.kv = KVPool(decoder.config, num_pages, page_size, decoder.dtype, decoder.device)
+        self.tokens = new_tokens()
+        # Take a few pages first, so that the table is not simply 0, 1, 2, ...
+        self.cache.open("other")
+        self.cache.resume("other", "t", new_tokens([1, 2]), 0)
+        self.cache.extend("other", 1)
+        self.cache.open("s")
+
+    def feed(self, tokens: list[int]) -> torch.Tensor:
+        """Compute ``tokens`` after what is there; logits ``[len(tokens), vocab]``."""
+        self.tokens.extend(tokens)
+        start = self.cache.resume("s", "turn", self.tokens, 0)
+        self.cache.extend("s", len(tokens))
+        slot = self.cache.slots["s"]
+        positions = torch.arange(start, start + len(tokens))
+        table = torch.tensor(slot.pages)
+        batch = ForwardBatch(
+            tokens=torch.tensor(tokens),
+            positions=positions,
+            write_slots=table[positions // self.page_size] * self.page_size + positions % self.page_size,
+            tables=table[None].to(torch.int32),
+            query_lens=[len(tokens)],
+            context_lens=[start + len(tokens)],
+            logit_rows=torch.arange(len(tokens)),
+        )
+        logits = self.decoder.forward(batch, self.kv)
+        self.cache.commit("s", new_tokens(tokens))
+        return logits
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_checkpoint(request.param, folder)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = ModelConfig.from_folder(folder)
+    return load_decoder(folder, config, device=torch.device("cpu"), dtype=dtype, context_len=256)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("chunk", CHUNKS, ids=lambda c: f"chunk-{c or 'all'}")
+def test_fp32_logits_of_prefill_and_decode(checkpoint, page_size: int, chunk: int | None) -> None:
+    folder, reference = checkpoint
+    decoder = load(folder)
+    for prompt_len in (3, 90):
+        ids = torch.randint(0, 199, (prompt_len + 12,), generator=torch.Generator().manual_seed(prompt_len))
+        with torch.no_grad():
+            expected = reference(ids[None]).logits[0]
+        paged, size = PagedModel(decoder, page_size), chunk or prompt_len
+        pieces = [ids[i : min(i + size, prompt_len)] for i in range(0, prompt_len, size)]
+        pieces += [ids[i : i + 1] for i in range(prompt_len, len(ids))]
+        got = torch.cat([paged.feed(piece.tolist()) for piece in pieces])
+        assert (got - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_bf16_greedy_tokens_where_the_margin_is_clear(checkpoint, page_size: int) -> None:
+    folder, reference = checkpoint
+    decoder = load(folder, torch.bfloat16)
+    exact = load(folder)
+    ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = reference.to(torch.bfloat16)(ids[None]).logits[0].float()
+    reference.to(torch.float32)
+    got = PagedModel(decoder, page_size).feed(ids.tolist())
+    # The noise of bf16 itself, seen as the distance of either to the fp32 logits.
+    precise = PagedModel(exact, page_size).feed(ids.tolist())
+    noise = max((expected - precise).abs().max().item(), (got - precise).abs().max().item())
+    top = expected.topk(2, dim=-1).values
+    clear = (top[:, 0] - top[:, 1]) > 2 * noise
+    assert clear.sum() >= 5, "the test compares something"
+    assert torch.equal(got.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+
+def test_sharded_checkpoint_equals_single(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "one")
+    make_checkpoint("llama", tmp_path / "many", max_shard_size="60KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    ids = [5, 9, 11, 3]
+    one, many = (PagedModel(load(tmp_path / n), 4).feed(ids) for n in ("one", "many"))
+    assert torch.equal(one, many)
+
+
+def test_fp16_loads_and_computes(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    exact = PagedModel(load(tmp_path), 4).feed([5, 9, 11, 3])
+    half = PagedModel(load(tmp_path, torch.float16), 4).feed([5, 9, 11, 3])
+    assert (exact - half).abs().max() < 0.05 * exact.abs().max()

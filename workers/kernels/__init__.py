@@ -1,0 +1,1 @@
+"""Attention over pages, each form beside the reference that defines it."""

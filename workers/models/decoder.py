@@ -1,0 +1,142 @@
+"""A Llama-style decoder over page tables, for the four families of ``config.FAMILIES``.
+
+The forward pass reads its batch from tensors and lengths alone and keeps no state but the KV pool, so
+that a batch of decodes can be captured as a graph and a rank can run any step of its log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from workers.kernels.paged_attention import paged_attention
+from workers.models.config import ModelConfig
+from workers.models.rope import apply_rope, rope_table
+
+
+class KVPool:
+    """KV of all layers by page: per layer two tensors ``[num_pages + 1, page_size, kv_heads, head_dim]``.
+
+    The page past the end takes what padding rows write; nobody reads it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        self.page_size = page_size
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @staticmethod
+    def page_size_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+        """What one page costs, over all layers."""
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return per_token * page_size * torch.empty((), dtype=dtype).element_size()
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put ``k, v [tokens, kv_heads, head_dim]`` at flat positions ``page * page_size + offset``."""
+        self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+        self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, in all layers (copy on write)."""
+        for pages in (*self.k, *self.v):
+            pages[list(targets)] = pages[list(sources)]
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's work, sequences one after another (see ``kernels.paged_attention``)."""
+
+    tokens: Tensor
+    """int64 ``[tokens]``"""
+    positions: Tensor
+    """int64 ``[tokens]``"""
+    write_slots: Tensor
+    """int64 ``[tokens]``: where each token's KV goes, ``page * page_size + offset``"""
+    tables: Tensor
+    """int32 ``[sequences, max_pages]``"""
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    logit_rows: Tensor
+    """int64 ``[samples]``: which tokens' logits are wanted"""
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. Projections that read the same input are stored as one matrix: fewer, larger products."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    head: Tensor
+    """The embedding itself when the two are tied."""
+
+
+class Decoder:
+    """The model: weights, the rope table, and ``forward``."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, context_len: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        cos, sin = rope_table(config.rope, config.head_dim, context_len)
+        self._cos = cos.to(self.device, self.dtype)[:, None, :]
+        self._sin = sin.to(self.device, self.dtype)[:, None, :]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
+        """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``."""
+        eps = self.config.norm_eps
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        hidden = embedding(batch.tokens, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
+            normed = rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
+            hidden = hidden + self._attention(index, layer, normed, cos, sin, batch, kv)
+            normed = rms_norm(hidden, hidden.shape[-1:], layer.post_norm, eps)
+            gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            hidden = hidden + linear(silu(gate) * up, layer.down, layer.down_bias)
+        picked = hidden[batch.logit_rows]
+        picked = rms_norm(picked, picked.shape[-1:], self.weights.final_norm, eps)
+        return linear(picked, self.weights.head).float()
+
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: KVPool
+    ) -> Tensor:
+        c = self.config
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q, k, v = linear(x, layer.qkv, layer.qkv_bias).split((q_size, kv_size, kv_size), dim=-1)
+        q = q.reshape(-1, c.num_heads, c.head_dim)
+        k = k.reshape(-1, c.num_kv_heads, c.head_dim)
+        v = v.reshape(-1, c.num_kv_heads, c.head_dim)
+        if layer.q_norm is not None:
+            q = rms_norm(q, q.shape[-1:], layer.q_norm, c.norm_eps)
+            k = rms_norm(k, k.shape[-1:], layer.k_norm, c.norm_eps)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        kv.write(index, batch.write_slots, k, v)
+        out = paged_attention(
+            q, kv.k[index], kv.v[index], batch.tables, batch.query_lens, batch.context_lens, c.head_dim**-0.5
+        )
+        return linear(out.reshape(-1, q_size), layer.o, layer.o_bias)

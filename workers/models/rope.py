@@ -1,0 +1,79 @@
+"""Rotary position embeddings (arXiv:2104.09864) and the scalings that checkpoints use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.models.config import RopeConfig
+
+
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each fp32 ``[num_positions, head_dim]`` (the two halves repeat)."""
+    inverse, magnitude = inverse_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies ``[head_dim / 2]`` and the factor on the cosines and sines."""
+    base = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    p = rope.parameters
+    if rope.rope_type == "linear":
+        return base / p["factor"], 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(base, p["factor"], p["low_freq_factor"], p["high_freq_factor"], _trained_len(rope)), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(base, rope, head_dim), _yarn_magnitude(rope)
+    return base, 1.0
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x [tokens, heads, head_dim]`` by its positions' ``cos, sin [tokens, 1, head_dim]``."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + rotated * sin
+
+
+def _trained_len(rope: RopeConfig) -> int:
+    return int(rope.parameters["original_max_position_embeddings"])
+
+
+def _llama3(base: Tensor, factor: float, low: float, high: float, trained_len: int) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between are blended."""
+    wavelength = 2 * math.pi / base
+    blend = ((trained_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * base / factor + blend * base
+
+
+def _yarn(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, a ramp between."""
+    p = rope.parameters
+
+    def dimension(num_rotations: float) -> float:
+        turns = _trained_len(rope) / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    interpolated = ramp.clamp(0.0, 1.0)
+    return base / p["factor"] * interpolated + base * (1 - interpolated)
+
+
+def _yarn_magnitude(rope: RopeConfig) -> float:
+    p = rope.parameters
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if p["factor"] <= 1 else 0.1 * weight * math.log(p["factor"]) + 1.0
+
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
+    return mscale(1.0)
