@@ -129,12 +129,15 @@ class SessionCache:
         self._idle[session_id] = slot
         return slot
 
-    def resume(self, session_id: str, turn_id: str, tokens: array[int], keep_len: int) -> int:
+    def resume(
+        self, session_id: str, turn_id: str, tokens: array[int], keep_len: int, *, match_prefix: bool = True
+    ) -> int:
         """Begin (or, after a retract, go on with) a turn whose whole input is ``tokens``.
 
         ``keep_len`` says how many of them the session has already; the slot is cut to that
         (``free_tail``), and to one less than ``len(tokens)``: the last token is always computed, for
-        its logits start the output. Pages of a prefix that others computed are taken from the index.
+        its logits start the output. Pages of a prefix that others computed are taken from the index,
+        unless ``match_prefix`` is off.
         Nothing is allocated. Again with the same turn changes nothing (law L6).
 
         Returns the number of tokens whose KV need not be computed.
@@ -152,7 +155,8 @@ class SessionCache:
         self._idle.pop(session_id, None)
         del slot.tokens[keep_len:]
         self._cut(slot, min(keep_len, len(tokens) - 1))
-        self._take_cached_prefix(slot, tokens)
+        if match_prefix:
+            self._take_cached_prefix(slot, tokens)
         return slot.committed_len
 
     def extend(self, session_id: str, num_tokens: int) -> None:
@@ -332,10 +336,18 @@ class SessionCache:
         slot.committed_len = min(slot.committed_len, keep_len)
         slot.allocated_len = slot.committed_len
         num_kept = -(-slot.committed_len // size)
+        if self.pending_copies and len(slot.pages) > num_kept:
+            self._cancel_copies(slot.pages[num_kept:])
         while len(slot.pages) > num_kept:
             num_freed += self.pool.decref(slot.pages.pop())
         del slot.entries[slot.committed_len // size :]
         return num_freed
+
+    def _cancel_copies(self, targets: list[int]) -> None:
+        # A page that is given back must not be written any more: it may be another's by then.
+        for copy in [c for c in self.pending_copies if c.target in targets]:
+            self.pending_copies.remove(copy)
+            self.pool.decref(copy.source)
 
     def _take_cached_prefix(self, slot: Slot, tokens: array[int]) -> None:
         size = self.page_size

@@ -43,10 +43,11 @@ class KVPool:
         self.k[layer].view(-1, *k.shape[1:]).index_copy_(0, slots, k)
         self.v[layer].view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages, in all layers (copy on write)."""
-        for pages in (*self.k, *self.v):
-            pages[list(targets)] = pages[list(sources)]
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages ``(source, target)`` in all layers, in order: a target may be a later source."""
+        for source, target in copies:
+            for pages in (*self.k, *self.v):
+                pages[target].copy_(pages[source])
 
 
 @dataclass(slots=True)

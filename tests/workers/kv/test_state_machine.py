@@ -242,6 +242,10 @@ class KVCore(RuleBasedStateMachine):
         self.model[child] = ModelSession(tokens=base[:at])
         assert list(slot.tokens) == base[:at]
 
+    @rule()
+    def finish_step(self) -> None:
+        self.apply_step()
+
     @rule(everything=st.sampled_from([False, False, False, False, False, True]))
     def evict(self, everything: bool) -> None:
         if everything:

@@ -1,0 +1,196 @@
+"""Continuous batching: which turns compute which tokens in the next step.
+
+Each step mixes one token of every decoding turn with chunks of prompts, within a budget of tokens
+(chunked prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole prompt. When
+a decode finds no page, idle slots go first (the cache sees to that), then the youngest turn is
+retracted: it keeps its tokens, gives its place back, and returns when there is room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
+from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
+from workers.scheduling.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one worker, each with what happens when it is met."""
+
+    context_len: int
+    """Tokens of one sequence, prompt and output. A longer prompt is refused, output is cut off here."""
+    step_tokens: int = 512
+    """Tokens computed in a step: a long prompt is computed in chunks, so that decodes wait no longer."""
+    max_running: int = 32
+    """Turns in a step; more wait."""
+    max_waiting: int = 256
+    """Turns that wait; more are refused with QueueFull."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One turn's share of a step: compute tokens ``[start, start + count)``."""
+
+    turn: Turn
+    row: int
+    """The turn's row in the page tables."""
+    start: int
+    count: int
+    samples: bool
+    """Whether this reaches the last token, whose logits give the next one."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a rank is to do: first the copies and table updates, then the work, as one batch."""
+
+    work: list[Work] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+
+
+class Scheduler:
+    """Waiting and running turns over one session cache. No clock: order of arrival is all it knows."""
+
+    def __init__(self, cache: SessionCache, limits: SchedulerLimits) -> None:
+        self.cache = cache
+        self.limits = limits
+        # One page is spared for a copy on write, so that any admitted turn can run alone to its end.
+        self.pool_tokens = (cache.pool.num_pages - 1) * cache.page_size
+        self.max_len = min(limits.context_len, self.pool_tokens)
+        self.waiting: deque[Turn] = deque()
+        self.running: dict[str, Turn] = {}
+        self.turns: dict[str, Turn] = {}
+        self.num_retracted = 0
+        self._busy: dict[str, str] = {}
+        self._arrivals = 0
+        self._head_is_blocked = False
+
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn. Raises PromptTooLong, SessionBusy, QueueFull; then nothing has changed."""
+        if len(turn.tokens) >= self.max_len:
+            raise PromptTooLong(
+                f"the input of {len(turn.tokens)} tokens exceeds the maximum allowed length of "
+                f"{self.max_len - 1} tokens"
+            )
+        if turn.session_id in self._busy:
+            raise SessionBusy(f"session {turn.session_id} already has an active request; wait or abort it")
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(self.waiting)} turns are waiting on this worker; try again later")
+        self._arrivals += 1
+        turn.arrival = self._arrivals
+        self._busy[turn.session_id] = turn.turn_id
+        self.turns[turn.turn_id] = turn
+        self.waiting.append(turn)
+
+    def plan(self) -> Step:
+        """The next step. Pages are held for all of its work when this returns."""
+        work: dict[str, Work] = {}
+        for turn in sorted(self.running.values(), key=lambda t: t.arrival):
+            if turn.turn_id in self.running and self._todo(turn) == 1:
+                self._plan_decode(turn, work)
+        budget = max(0, self.limits.step_tokens - len(work))
+        budget = self._plan_prefills(work, budget)
+        self._admit(work, budget)
+        return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
+
+    def commit(self, work: Work) -> None:
+        """The work's tokens are computed."""
+        end = work.start + work.count
+        self.cache.commit(work.turn.session_id, work.turn.tokens[work.start : end])
+
+    def finish(self, turn: Turn, outcome: Outcome) -> None:
+        """End a turn, wherever it is: waiting, running or retracted (law L7). Again: nothing happens."""
+        if self.turns.pop(turn.turn_id, None) is None:
+            return
+        if self.running.pop(turn.turn_id, None) is None:
+            self.waiting.remove(turn)
+        del self._busy[turn.session_id]
+        slot = self.cache.slots.get(turn.session_id)
+        known = turn.tokens[slot.committed_len :] if slot is not None else None
+        self.cache.finish(turn.session_id, turn.turn_id, outcome, known)
+        self._head_is_blocked = False
+
+    def turn_of(self, session_id: str) -> Turn | None:
+        """The live turn of a session, running or waiting."""
+        turn_id = self._busy.get(session_id)
+        return self.turns[turn_id] if turn_id is not None else None
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _todo(self, turn: Turn) -> int:
+        return len(turn.tokens) - self.cache.slots[turn.session_id].committed_len
+
+    def _work(self, turn: Turn, count: int) -> Work:
+        slot = self.cache.slots[turn.session_id]
+        start = slot.committed_len
+        return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
+
+    def _plan_decode(self, turn: Turn, work: dict[str, Work]) -> None:
+        while True:
+            try:
+                self.cache.extend(turn.session_id, 1)
+            except OutOfPages:
+                youngest = max(self.running.values(), key=lambda t: t.arrival)
+                self._retract(youngest, work)
+                if youngest is turn:
+                    return
+            else:
+                work[turn.turn_id] = self._work(turn, 1)
+                return
+
+    def _retract(self, turn: Turn, work: dict[str, Work]) -> None:
+        work.pop(turn.turn_id, None)
+        del self.running[turn.turn_id]
+        self.cache.finish(turn.session_id, turn.turn_id, Outcome.RETRACTED)
+        turn.keep_len = len(self.cache.slots[turn.session_id].tokens)
+        self.waiting.appendleft(turn)
+        self.num_retracted += 1
+
+    def _plan_prefills(self, work: dict[str, Work], budget: int) -> int:
+        """Share the budget among the prompts under way: a long one must not hold up a short one."""
+        prefills = sorted((t for t in self.running.values() if self._todo(t) > 1), key=self._todo)
+        for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
+            count = min(self._todo(turn), -(-budget // left))
+            if count > 0:
+                work[turn.turn_id] = self._work(turn, count)
+                budget -= count
+        return budget
+
+    def _admit(self, work: dict[str, Work], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+            turn = self.waiting[0]
+            if self._head_is_blocked or not self._take_pages(turn):
+                self._head_is_blocked = True
+                return
+            self.waiting.popleft()
+            self.running[turn.turn_id] = turn
+            count = min(self._todo(turn), budget)
+            work[turn.turn_id] = self._work(turn, count)
+            budget -= count
+
+    def _take_pages(self, turn: Turn) -> bool:
+        """Resume the turn's slot and hold pages for its whole prompt; or leave all as it was."""
+        cache = self.cache
+        try:
+            slot = cache.open(turn.session_id, turn.tenant, ephemeral=turn.ephemeral)
+        except OutOfPages:
+            return False
+        keep_len = min(turn.keep_len, len(slot.tokens))
+        if turn.params.logprob_start >= 0:
+            # Logprobs of cached tokens would need their logits: compute them again.
+            keep_len = min(keep_len, turn.params.logprob_start)
+        cached_len = cache.resume(
+            turn.session_id, turn.turn_id, turn.tokens, keep_len, match_prefix=turn.params.logprob_start < 0
+        )
+        try:
+            cache.extend(turn.session_id, len(turn.tokens) - cached_len)
+        except OutOfPages:
+            cache.finish(turn.session_id, turn.turn_id, Outcome.RETRACTED)
+            return False
+        if turn.cached_len is None:
+            turn.cached_len = cached_len
+        return True

@@ -1,0 +1,81 @@
+"""A turn, as the scheduler sees it: its tokens, its limits, and when it is over."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. The defaults are greedy and unlimited."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0: all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output (arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Over the output, as OpenAI defines it."""
+    frequency_penalty: float = 0.0
+    """Over the output, as OpenAI defines it."""
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_logprobs: int = -1
+    """-1: none; 0: the chosen token's; n: also the n likeliest tokens'."""
+    logprob_start: int = -1
+    """From which token of the prompt on logprobs of the input are wanted; -1: none."""
+
+    @property
+    def penalized(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Finish(NamedTuple):
+    """Why a turn ended: ``stop``, ``length``, ``abort``, and what matched for ``stop``."""
+
+    reason: str
+    matched: int | str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request. ``tokens`` is all there is so far: history, input, output."""
+
+    turn_id: str
+    session_id: str
+    tenant: str
+    tokens: array[int]
+    prompt_len: int
+    """Where the output starts: ``tokens[prompt_len:]``, also after a replay."""
+    keep_len: int
+    """How many leading tokens the session had on this worker when the turn came."""
+    params: SamplingParams
+    ephemeral: bool = False
+    arrival: int = 0
+    cached_len: int | None = None
+    """Tokens whose KV was there at first admission; None before it."""
+    output_text_tail: str = field(default="")
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def finish_by_token(self, token: int, eos_token_ids: frozenset[int], max_len: int) -> Finish | None:
+        """Whether ``token``, appended last, ends the turn. ``max_len`` bounds all tokens of a sequence."""
+        if self.num_output > self.params.min_tokens or self.num_output >= self.params.max_tokens:
+            if token in self.params.stop_token_ids:
+                return Finish("stop", token)
+            if token in eos_token_ids and not self.params.ignore_eos:
+                return Finish("stop", token)
+        if self.num_output >= self.params.max_tokens or len(self.tokens) >= max_len:
+            return Finish("length")
+        return None
