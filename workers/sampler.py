@@ -24,6 +24,8 @@ class SamplingRow:
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
+    banned: Sequence[int] = ()
+    """Token ids that may not be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     for i, row in enumerate(rows):
         if row.params.penalized:
             _penalize(logits[i], row)
+        if row.banned:
+            logits[i, list(row.banned)] = -torch.inf
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
         picked = logits[drawn]

@@ -48,7 +48,8 @@ class PagedModel:
             context_lens=[start + len(tokens)],
             logit_rows=torch.arange(len(tokens)),
         )
-        logits = self.decoder.forward(batch, self.kv)
+        with torch.inference_mode():
+            logits = self.decoder.forward(batch, self.kv)
         self.cache.commit("s", new_tokens(tokens))
         return logits
 

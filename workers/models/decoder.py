@@ -107,9 +107,8 @@ class Decoder:
         self._cos = cos.to(self.device, self.dtype)[:, None, :]
         self._sin = sin.to(self.device, self.dtype)[:, None, :]
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``."""
+        """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``. For inference mode."""
         eps = self.config.norm_eps
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         hidden = embedding(batch.tokens, self.weights.embedding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -63,19 +63,22 @@ class Turn:
     arrival: int = 0
     cached_len: int | None = None
     """Tokens whose KV was there at first admission; None before it."""
-    output_text_tail: str = field(default="")
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def banned_tokens(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+        """What may not be sampled next, for ``min_tokens`` is not reached and it would end the turn."""
+        if self.num_output >= self.params.min_tokens:
+            return ()
+        eos = frozenset() if self.params.ignore_eos else eos_token_ids
+        return tuple(sorted(self.params.stop_token_ids | eos))
+
     def finish_by_token(self, token: int, eos_token_ids: frozenset[int], max_len: int) -> Finish | None:
         """Whether ``token``, appended last, ends the turn. ``max_len`` bounds all tokens of a sequence."""
-        if self.num_output > self.params.min_tokens or self.num_output >= self.params.max_tokens:
-            if token in self.params.stop_token_ids:
-                return Finish("stop", token)
-            if token in eos_token_ids and not self.params.ignore_eos:
-                return Finish("stop", token)
+        if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
+            return Finish("stop", token)
         if self.num_output >= self.params.max_tokens or len(self.tokens) >= max_len:
             return Finish("length")
         return None

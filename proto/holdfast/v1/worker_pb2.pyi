@@ -1,0 +1,229 @@
+from holdfast.v1 import session_pb2 as _session_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RouterMessage(_message.Message):
+    __slots__ = ("submit", "abort")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    abort: Abort
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("turn_id", "session_id", "tenant", "epoch", "tokens", "prefix_len", "prefix_crc", "prompt_len", "sampling", "ephemeral")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CRC_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    turn_id: str
+    session_id: str
+    tenant: str
+    epoch: int
+    tokens: bytes
+    prefix_len: int
+    prefix_crc: int
+    prompt_len: int
+    sampling: _session_pb2.Sampling
+    ephemeral: bool
+    def __init__(self, turn_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prefix_len: _Optional[int] = ..., prefix_crc: _Optional[int] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_session_pb2.Sampling, _Mapping]] = ..., ephemeral: bool = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("turn_id",)
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    turn_id: str
+    def __init__(self, turn_id: _Optional[str] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("welcome", "step", "beat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    step: StepUpdates
+    beat: WorkerStats
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "context_len", "page_size", "vocab_size")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    context_len: int
+    page_size: int
+    vocab_size: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+
+class StepUpdates(_message.Message):
+    __slots__ = ("updates",)
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[TurnUpdate]
+    def __init__(self, updates: _Optional[_Iterable[_Union[TurnUpdate, _Mapping]]] = ...) -> None: ...
+
+class TurnUpdate(_message.Message):
+    __slots__ = ("turn_id", "tokens", "logprobs", "input_logprobs", "cached_len", "finish_reason", "matched_token", "matched_text", "needs_history", "error_code", "error_message")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TEXT_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_HISTORY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    turn_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_session_pb2.TokenLogprob]
+    input_logprobs: _containers.RepeatedCompositeFieldContainer[_session_pb2.TokenLogprob]
+    cached_len: int
+    finish_reason: str
+    matched_token: int
+    matched_text: str
+    needs_history: bool
+    error_code: str
+    error_message: str
+    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+
+class WorkerReleaseRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "mode")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    mode: _session_pb2.ReleaseMode
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mode: _Optional[_Union[_session_pb2.ReleaseMode, str]] = ...) -> None: ...
+
+class WorkerFreeTailRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "keep_len")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LEN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    keep_len: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., keep_len: _Optional[int] = ...) -> None: ...
+
+class WorkerForkRequest(_message.Message):
+    __slots__ = ("session_id", "child_id", "epoch", "at_len")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHILD_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AT_LEN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    child_id: str
+    epoch: int
+    at_len: int
+    def __init__(self, session_id: _Optional[str] = ..., child_id: _Optional[str] = ..., epoch: _Optional[int] = ..., at_len: _Optional[int] = ...) -> None: ...
+
+class WorkerForkResponse(_message.Message):
+    __slots__ = ("shared_len",)
+    SHARED_LEN_FIELD_NUMBER: _ClassVar[int]
+    shared_len: int
+    def __init__(self, shared_len: _Optional[int] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "ok", "num_pages", "num_free", "num_cached", "num_held", "num_slots", "num_running", "leaked", "overheld", "faults")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    LEAKED_FIELD_NUMBER: _ClassVar[int]
+    OVERHELD_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    ok: bool
+    num_pages: int
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_slots: int
+    num_running: int
+    leaked: _containers.RepeatedScalarFieldContainer[int]
+    overheld: _containers.RepeatedScalarFieldContainer[int]
+    faults: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., ok: bool = ..., num_pages: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_running: _Optional[int] = ..., leaked: _Optional[_Iterable[int]] = ..., overheld: _Optional[_Iterable[int]] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStats(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    pid: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    sessions: int
+    running: int
+    waiting: int
+    retracted: int
+    counters: _containers.ScalarMap[str, int]
+    draining: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("turns_left",)
+    TURNS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    turns_left: int
+    def __init__(self, turns_left: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

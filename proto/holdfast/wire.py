@@ -1,0 +1,86 @@
+"""Errors and token ids on the wire: the same conversion at every edge."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from holdfast import errors
+from holdfast.errors import HoldfastError
+
+CODE_KEY = "holdfast-code"
+RETRY_KEY = "retry-after-s"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A prompt of a million tokens is 4 MB; nothing legitimate comes near this."""
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+]
+CHANNEL_OPTIONS = SERVER_OPTIONS[:2]
+
+
+def _subclasses(base: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
+    found = {base.code: base}
+    for child in base.__subclasses__():
+        found |= _subclasses(child)
+    return found
+
+
+_BY_CODE = _subclasses(errors.HoldfastError)
+
+
+def error_from_code(code: str, message: str) -> HoldfastError:
+    """The error that was sent as ``code`` and ``message``."""
+    return _BY_CODE.get(code, HoldfastError)(message)
+
+
+def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HoldfastError:
+    """The error behind a failed call; a transport failure is a worker that is not there."""
+    for key, value in rpc_error.trailing_metadata() or ():
+        if key == CODE_KEY:
+            return error_from_code(str(value), rpc_error.details() or str(value))
+    if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(rpc_error.details() or "the call took too long")
+    return errors.NoWorkerAvailable(f"the call failed: {rpc_error.code().name} {rpc_error.details()}")
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: HoldfastError) -> None:
+    """End a call with ``error``."""
+    metadata = [(CODE_KEY, error.code)]
+    if error.retry_after_s is not None:
+        metadata.append((RETRY_KEY, str(error.retry_after_s)))
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, metadata)
+
+
+def answers_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A unary method that answers its HoldfastErrors as gRPC statuses."""
+
+    async def answering(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except HoldfastError as error:
+            await abort_with(context, error)
+
+    return answering
+
+
+def pack_tokens(tokens: array[int]) -> bytes:
+    """Token ids as int32, little endian."""
+    if sys.byteorder == "big":
+        tokens = array("i", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """Raises ValueError if ``data`` is not whole int32s."""
+    tokens = array("i")
+    tokens.frombytes(data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens

@@ -1,0 +1,43 @@
+"""The Ray actor around a router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+
+from router.config import RouterConfig
+from router.workers import WorkerAddress
+
+
+@ray.remote
+class RouterActor:
+    """One router: serves until it is stopped or killed."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._stopped = asyncio.Event()
+
+    async def start(self, workers: list[WorkerAddress]) -> tuple[int, int]:
+        """Serve; returns the HTTP and the gRPC port."""
+        # Not at the top: the tokenizer's imports are the router's process's alone.
+        from router.app import RouterServer
+
+        self._server = RouterServer(self._config)
+        await self._server.set_workers(workers)
+        return await self._server.start()
+
+    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+        await self._server.set_workers(workers)
+
+    async def ready_workers(self) -> list[str]:
+        """The workers that this router reaches."""
+        return [link.name for link in self._server.gateway.alive_links()]
+
+    async def wait(self) -> None:
+        """Returns when the router was stopped; fails with ActorDiedError when its process died."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        await self._server.stop()
+        self._stopped.set()

@@ -1,0 +1,164 @@
+"""A router's process: the HTTP app, the gRPC server, and the gateway under both."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from google.protobuf.json_format import MessageToDict
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.v1 import session_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS
+from router.config import RouterConfig
+from router.gateway import Gateway
+from router.grpc_api import SessionServer
+from router.http_common import error_response, tenant_of
+from router.journal import SqliteJournal
+from router.metrics import Metrics
+from router.openai_api import openai_routes
+from router.sglang_api import sglang_routes
+from router.text import TextCodec
+from router.workers import WorkerAddress
+
+SERVICE = "holdfast.v1.SessionService"
+OPEN_PATHS = ("/health", "/metrics")
+"""What load balancers and Prometheus ask for comes without a key."""
+
+
+def http_app(gateway: Gateway) -> FastAPI:
+    """All HTTP endpoints over a gateway."""
+
+    def authenticate(request: Request) -> None:
+        if request.url.path not in OPEN_PATHS:
+            tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
+
+    app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
+    app.include_router(openai_routes(gateway))
+    app.include_router(sglang_routes(gateway))
+
+    @app.exception_handler(HoldfastError)
+    async def holdfast_error(request: Request, error: HoldfastError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error_response(InvalidRequest(f"{param or 'request'}: {first['msg']}"), param or None)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, error.status_code)
+
+    @app.get("/health")
+    async def healthy() -> Response:
+        return Response(status_code=200 if gateway.alive_links() else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    # What the command line asks for.
+    @app.get("/holdfast/workers")
+    async def workers() -> list[dict[str, Any]]:
+        timeout_s = gateway.config.control_timeout_s
+        found = await asyncio.gather(*(link.fetch_stats(timeout_s) for link in gateway.alive_links()))
+        return [_as_dict(stats) for stats in found]
+
+    @app.get("/holdfast/sessions")
+    async def sessions(request: Request) -> list[dict[str, Any]]:
+        tenant = tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
+        return [
+            {
+                "session_id": record.session_id,
+                "worker": record.worker,
+                "epoch": record.epoch,
+                "num_tokens": length,
+                "num_turns": record.num_turns,
+                "busy": busy,
+            }
+            for record, length, busy in await gateway.journal.list(tenant)
+        ]
+
+    @app.delete("/holdfast/sessions/{session_id}")
+    async def release(request: Request, session_id: str) -> dict[str, Any]:
+        tenant = tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
+        return {"session_id": session_id, "pages_freed": await gateway.release(session_id, tenant)}
+
+    @app.get("/holdfast/audit")
+    async def audit() -> list[dict[str, Any]]:
+        timeout_s = gateway.config.control_timeout_s
+        reports = await asyncio.gather(*(link.audit(timeout_s) for link in gateway.alive_links()))
+        return [_as_dict(report) for report in reports]
+
+    return app
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+class RouterServer:
+    """One router. ``start`` serves, ``set_workers`` tells it whom to use, ``stop`` ends it."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self._journal = SqliteJournal(config.journal_path, config.journal_durability)
+        metrics = Metrics()
+        self.gateway = Gateway(config, self._journal, TextCodec(config.model), metrics)
+        metrics.watch_gateway(
+            lambda: [link.stats for link in self.gateway.alive_links()],
+            lambda: len(self.gateway.live_turns()),
+            lambda: len(self.gateway.sessions),
+        )
+
+    async def start(self) -> tuple[int, int]:
+        """Serve; returns the HTTP and the gRPC port (which the config may leave to the system, as 0)."""
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.gateway), self._grpc)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection(names, self._grpc)
+        grpc_port = self._grpc.add_insecure_port(f"{self.config.host}:{self.config.grpc_port}")
+        await self._grpc.start()
+        await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        settings = uvicorn.Config(
+            http_app(self.gateway),
+            host=self.config.host,
+            port=self.config.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            lifespan="off",
+        )
+        self._http = uvicorn.Server(settings)
+        self._http_task = asyncio.create_task(self._http._serve())
+        while not self._http.started:
+            if self._http_task.done():
+                await self._http_task
+                raise HoldfastError(f"port {self.config.port} of {self.config.host} cannot be served")
+            await asyncio.sleep(0.01)
+        http_port = self._http.servers[0].sockets[0].getsockname()[1]
+        return http_port, grpc_port
+
+    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+        await self.gateway.set_workers(workers)
+
+    async def stop(self) -> None:
+        """Let live turns end for a few seconds, then close everything."""
+        self._http.should_exit = True
+        await asyncio.gather(self._http_task, self._grpc.stop(grace=5.0), return_exceptions=True)
+        await self.gateway.close()
+        self._journal.close()

@@ -1,0 +1,34 @@
+"""What a router is told at its start, with the reason of each limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Settings of one router. Times in seconds."""
+
+    model: Path
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 50051
+    api_keys: tuple[str, ...] = ()
+    """Empty: open to all, one tenant. Else each key is a tenant."""
+    journal_path: Path = Path("holdfast.db")
+    journal_durability: str = "process"
+    """``process``: a shown token survives any kill -9. ``power``: it is fsynced first."""
+    max_live_turns: int = 256
+    """Turns that run or wait on this router; more get 429."""
+    max_queued_turns_per_session: int = 16
+    """Turns that wait for the one that runs on their session; more get 429."""
+    worker_lease_s: float = 2.0
+    """A worker that is silent for so long is taken for dead (a broken stream is seen at once)."""
+    worker_wait_s: float = 20.0
+    """How long a turn waits for some worker to live before it gets 503: about a worker's restart."""
+    token_timeout_s: float = 120.0
+    """How long a turn waits for its next token, queueing included, before it gets 504."""
+    control_timeout_s: float = 10.0
+    """Deadline of Release, FreeTail, Fork and Audit calls to a worker."""

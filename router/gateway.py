@@ -1,0 +1,428 @@
+"""Turns, end to end: place, journal, submit, relay, and go on elsewhere when a worker dies.
+
+Every face (OpenAI, SGLang, gRPC) makes a ``TurnRequest`` and iterates over ``Gateway.run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from holdfast.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    InvalidRequest,
+    NoWorkerAvailable,
+    PromptTooLong,
+    QueueFull,
+    SessionNotFound,
+    SessionReleased,
+)
+from holdfast.v1 import session_pb2, worker_pb2
+from holdfast.wire import error_from_code, pack_tokens
+from router.config import RouterConfig
+from router.journal import Journal, SessionRecord
+from router.metrics import Metrics
+from router.placement import Placement
+from router.sessions import Session, Sessions
+from router.text import TextCodec
+from router.workers import TurnInbox, WorkerAddress, WorkerLink
+
+log = logging.getLogger("holdfast.router")
+
+Prepare: TypeAlias = "Callable[[Session | None], tuple[int, array[int]]]"
+"""Given the session as it is now: (how many of its tokens to keep, the turn's input after them)."""
+
+
+@dataclass(slots=True)
+class TurnRequest:
+    """One turn, whatever protocol it came by."""
+
+    tenant: str
+    prepare: Prepare
+    sampling: session_pb2.Sampling
+    session_id: str = ""
+    """Empty: no session; the request stands alone and leaves nothing but cached prefixes."""
+    create_session: bool = True
+    queue: bool = True
+    """Wait for the session's running turn; off: refuse."""
+    cache_key: str = ""
+    turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(slots=True)
+class TurnChunk:
+    """News of a turn. The last one has ``finish_reason``."""
+
+    prompt_len: int
+    cached_len: int = 0
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    matched: int | str | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """A turn under way. ``tokens`` is the whole sequence: kept history, input, output so far."""
+
+    request: TurnRequest
+    session: Session | None
+    keep_len: int
+    tokens: array[int]
+    prompt_len: int
+    epoch: int = 0
+    link: WorkerLink | None = None
+    cached_len: int | None = None
+    num_failovers: int = 0
+
+    @property
+    def key(self) -> str:
+        """The name of its slot on the worker."""
+        return self.session.session_id if self.session else f"turn-{self.request.turn_id}"
+
+
+class Gateway:
+    """The router's core. One per router process."""
+
+    def __init__(self, config: RouterConfig, journal: Journal, codec: TextCodec, metrics: Metrics) -> None:
+        self.config = config
+        self.codec = codec
+        self.metrics = metrics
+        self.journal = journal
+        self.sessions = Sessions(journal, config.max_queued_turns_per_session)
+        self._placement = Placement()
+        self._links: dict[str, WorkerLink] = {}
+        self._live: dict[str, _Live] = {}
+        self._aborted: set[str] = set()
+        self._num_turns = 0
+        self._background: set[asyncio.Task[None]] = set()
+
+    # ---- workers ------------------------------------------------------------------------------------
+
+    async def set_workers(self, addresses: list[WorkerAddress]) -> None:
+        """The workers there are now; another incarnation replaces the one before."""
+        wanted = {address.name: address for address in addresses}
+        for name in [name for name in self._links if name not in wanted]:
+            link = self._links.pop(name)
+            self._placement.forget(name)
+            await link.close()
+        for name, address in wanted.items():
+            if name not in self._links:
+                self._links[name] = WorkerLink(address, self.config.worker_lease_s)
+
+    def alive_links(self) -> list[WorkerLink]:
+        return [link for link in self._links.values() if link.alive]
+
+    @property
+    def context_len(self) -> int:
+        """The longest sequence that every live worker takes; 0 while none lives."""
+        return min((link.welcome.context_len for link in self._links.values() if link.welcome), default=0)
+
+    @property
+    def vocab_size(self) -> int:
+        return next((link.welcome.vocab_size for link in self._links.values() if link.welcome), 0)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for link in self._links.values():
+            await link.close()
+
+    # ---- turns --------------------------------------------------------------------------------------
+
+    async def run(self, request: TurnRequest) -> AsyncIterator[TurnChunk]:
+        """Run a turn. Closing the iterator early aborts it, and the session is as before.
+
+        Raises every HoldfastError that a caller can get; most before the first chunk.
+        """
+        if self._num_turns >= self.config.max_live_turns:
+            self.metrics.rejected.inc()
+            raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
+        self._num_turns += 1
+        session = None
+        try:
+            if request.session_id:
+                session = await self.sessions.take_slot(
+                    request.session_id, request.tenant, create=request.create_session, queue=request.queue
+                )
+                session.running_turn = request.turn_id
+            turn = self._prepare(request, session)
+        except BaseException:
+            if session is not None:
+                self.sessions.give_slot(session)
+            self._num_turns -= 1
+            raise
+        self._live[request.turn_id] = turn
+        completed = False
+        try:
+            async for chunk in self._relay(turn):
+                completed = chunk.finish_reason in ("stop", "length")
+                yield chunk
+        finally:
+            del self._live[request.turn_id]
+            self._aborted.discard(request.turn_id)
+            self._num_turns -= 1
+            if turn.link is not None:
+                turn.link.abort(request.turn_id)
+            if session is not None and not completed:
+                # The client may be gone and this task cancelled: the clean-up is a task of its own.
+                self._in_background(self._roll_back(turn, session))
+            elif session is not None:
+                self.sessions.give_slot(session)
+
+    def abort(self, turn_id: str) -> bool:
+        """End a live turn with reason ``abort``. Returns whether there was one."""
+        turn = self._live.get(turn_id)
+        if turn is None:
+            return False
+        self._aborted.add(turn_id)
+        if turn.link is not None:
+            turn.link.interrupt(turn_id)
+        return True
+
+    def live_turns(self, tenant: str | None = None) -> list[str]:
+        """Ids of the turns that run or wait here; only a tenant's, if one is given."""
+        return [turn_id for turn_id, turn in self._live.items() if tenant in (None, turn.request.tenant)]
+
+    def _prepare(self, request: TurnRequest, session: Session | None) -> _Live:
+        keep_len, ids = request.prepare(session)
+        tokens = (session.tokens[:keep_len] if session else array("i")) + ids
+        if not tokens:
+            raise InvalidRequest("the input is empty; it must hold at least one token")
+        if self.context_len and len(tokens) >= self.context_len:
+            raise PromptTooLong(
+                f"the input of {len(tokens)} tokens exceeds the maximum allowed length of {self.context_len - 1} tokens"
+            )
+        if self.vocab_size and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}")
+        if not request.sampling.HasField("seed"):
+            # Drawn here, not by the worker, so that a replay elsewhere goes on with the same noise.
+            request.sampling.seed = random.getrandbits(62)
+        return _Live(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)
+
+    async def _relay(self, turn: _Live) -> AsyncIterator[TurnChunk]:
+        request, started = turn.request, time.monotonic()
+        output = self.codec.stream(request.sampling.stop)
+        await self._place(turn)
+        if turn.session is not None:
+            ids = turn.tokens[turn.keep_len :]
+            await self.journal.begin_turn(turn.session.session_id, turn.epoch, request.turn_id, turn.keep_len, ids)
+        inbox = self._submit(turn, full=False)
+        last_token_at = None
+        while True:
+            if request.turn_id in self._aborted:
+                yield TurnChunk(turn.prompt_len, turn.cached_len or 0, finish_reason="abort")
+                return
+            update = await self._next_update(inbox)
+            if update is None:
+                if request.turn_id in self._aborted:
+                    continue
+                inbox = await self._fail_over(turn)
+                continue
+            if update.needs_history:
+                inbox = self._submit(turn, full=True)
+                continue
+            if update.error_code:
+                raise error_from_code(update.error_code, update.error_message)
+            chunk = await self._take(turn, update)
+            chunk.text = output.push(chunk.tokens)
+            if chunk.finish_reason:
+                chunk.text += output.finish(chunk.matched if isinstance(chunk.matched, str) else None)
+            now = time.monotonic()
+            if chunk.tokens:
+                self.metrics.saw_tokens(len(chunk.tokens), now - (last_token_at or started), last_token_at is None)
+                last_token_at = now
+            if chunk.finish_reason in ("stop", "length"):
+                await self._complete(turn)
+            if chunk.finish_reason:
+                self.metrics.turns.labels(chunk.finish_reason).inc()
+            yield chunk
+            if chunk.finish_reason:
+                return
+
+    async def _next_update(self, inbox: TurnInbox) -> worker_pb2.TurnUpdate | None:
+        try:
+            async with asyncio.timeout(self.config.token_timeout_s):
+                return await inbox.get()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no token came within {self.config.token_timeout_s} s") from None
+
+    async def _take(self, turn: _Live, update: worker_pb2.TurnUpdate) -> TurnChunk:
+        """Journal an update, and only then give it to be shown (law L10)."""
+        index = len(turn.tokens) - turn.prompt_len
+        if turn.session is not None and update.tokens:
+            await self.journal.append(
+                turn.session.session_id, turn.epoch, turn.request.turn_id, len(turn.tokens), list(update.tokens)
+            )
+        turn.tokens.extend(update.tokens)
+        if turn.cached_len is None and update.HasField("cached_len"):
+            turn.cached_len = update.cached_len
+        matched = update.WhichOneof("matched")
+        return TurnChunk(
+            prompt_len=turn.prompt_len,
+            cached_len=turn.cached_len or 0,
+            index=index,
+            tokens=list(update.tokens),
+            logprobs=list(update.logprobs),
+            input_logprobs=list(update.input_logprobs),
+            finish_reason=update.finish_reason,
+            matched=getattr(update, matched) if matched else None,
+        )
+
+    async def _complete(self, turn: _Live) -> None:
+        assert turn.link is not None
+        self._placement.remember(turn.link.name, turn.request.tenant, turn.tokens, turn.request.cache_key)
+        session = turn.session
+        if session is None:
+            return
+        await self.journal.complete_turn(session.session_id, turn.epoch, turn.request.turn_id)
+        added = turn.tokens[turn.keep_len :]
+        session.cut(turn.keep_len)
+        session.extend(added, self.codec.decode(added))
+        session.record.num_turns += 1
+
+    async def _roll_back(self, turn: _Live, session: Session) -> None:
+        try:
+            await self.journal.abort_turn(session.session_id, turn.request.turn_id)
+        except (SessionNotFound, SessionReleased):
+            pass
+        except HoldfastError as error:
+            # Not known whether the journal has the turn: ask it again the next time.
+            log.warning("session %s: could not roll back turn: %s", session.session_id, error.message)
+            self.sessions.forget(session.session_id)
+        finally:
+            self.sessions.give_slot(session)
+
+    # ---- placement and failover ---------------------------------------------------------------------
+
+    async def _place(self, turn: _Live, *, move: bool = False) -> None:
+        """Find the turn's worker: where its session is pinned, or (``move``: always) a place that is
+        journaled under a new epoch."""
+        pinned = self._links.get(turn.session.record.worker) if turn.session else None
+        if pinned is not None and pinned.alive and not move:
+            turn.link = pinned
+            return
+        turn.link = await self._choose(turn)
+        if turn.session is not None:
+            record = turn.session.record
+            record.epoch = turn.epoch = await self.journal.pin(turn.session.session_id, turn.epoch, turn.link.name)
+            record.worker = turn.link.name
+
+    async def _choose(self, turn: _Live) -> WorkerLink:
+        deadline = time.monotonic() + self.config.worker_wait_s
+        while True:
+            views = [link.view() for link in self.alive_links() if not link.stats.draining]
+            name = self._placement.choose(views, turn.request.tenant, turn.tokens, turn.request.cache_key)
+            if name is not None:
+                return self._links[name]
+            if time.monotonic() >= deadline:
+                raise NoWorkerAvailable(f"no worker came to life within {self.config.worker_wait_s} s")
+            await asyncio.sleep(0.02)
+
+    async def _fail_over(self, turn: _Live) -> TurnInbox:
+        """The turn's worker is gone: give the session another owner and replay what the journal has."""
+        assert turn.link is not None
+        lost, began = turn.link.name, time.monotonic()
+        turn.num_failovers += 1
+        turn.link = None
+        await self._place(turn, move=True)
+        assert turn.link is not None
+        self.metrics.failovers.inc()
+        inbox = self._submit(turn, full=True)
+        log.warning(
+            "turn %s of session %s moved from %s to %s at token %d in %.1f ms",
+            turn.request.turn_id,
+            turn.request.session_id or "-",
+            lost,
+            turn.link.name,
+            len(turn.tokens),
+            1000 * (time.monotonic() - began),
+        )
+        return inbox
+
+    def _submit(self, turn: _Live, *, full: bool) -> TurnInbox:
+        """Send the turn: only what is new if its worker should have the rest, else everything."""
+        assert turn.link is not None
+        session = turn.session
+        delta = not full and session is not None and turn.keep_len > 0
+        prefix_len = turn.keep_len if delta else 0
+        submit = worker_pb2.Submit(
+            turn_id=turn.request.turn_id,
+            session_id=turn.key,
+            tenant=turn.request.tenant,
+            epoch=turn.epoch,
+            tokens=pack_tokens(turn.tokens[prefix_len:]),
+            prefix_len=prefix_len,
+            prefix_crc=session.prefix_crc(prefix_len) if session and delta else 0,
+            prompt_len=turn.prompt_len,
+            sampling=turn.request.sampling,
+            ephemeral=session is None,
+        )
+        return turn.link.submit(submit)
+
+    # ---- sessions -----------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
+        return (await self.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)).record
+
+    async def release(self, session_id: str, tenant: str, mode: int = session_pb2.RELEASE_MODE_NOW) -> int:
+        """Tombstone first, then free the worker's pages. Returns the pages freed.
+
+        A running turn is ended first, or waited for. Raises SessionNotFound.
+        """
+        if mode == session_pb2.RELEASE_MODE_AFTER_TURN:
+            async with self.sessions.turn_slot(session_id, tenant, create=False, queue=True):
+                record = await self.journal.release(session_id, tenant)
+        else:
+            record = await self.journal.release(session_id, tenant)
+            self.abort(self.sessions.running_turn(session_id))
+        self.sessions.forget(session_id)
+        link = self._links.get(record.worker)
+        if link is None or not link.alive:
+            return 0  # its pages died with the worker
+        return await link.release(session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self.config.control_timeout_s)
+
+    async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
+        """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
+        async with self.sessions.turn_slot(session_id, tenant, create=False, queue=False) as session:
+            if not 0 <= keep_len <= len(session.tokens):
+                raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
+            record = session.record
+            await self.journal.cut(session_id, record.epoch, keep_len)
+            session.cut(keep_len)
+            link = self._links.get(record.worker)
+            if link is not None and link.alive:
+                await link.free_tail(session_id, record.epoch, keep_len, self.config.control_timeout_s)
+            return record
+
+    async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
+        """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""
+        session = await self.sessions.get(session_id, tenant, create=False)
+        at_len = len(session.tokens) if at_len is None else at_len
+        child = self.sessions.add(await self.journal.fork(session.record, child_id or uuid.uuid4().hex, at_len)).record
+        link = self._links.get(child.worker)
+        if link is not None and link.alive:
+            try:
+                await link.fork(session_id, child.session_id, child.epoch, at_len, self.config.control_timeout_s)
+            except HoldfastError as error:
+                # Only KV is not shared then: the child's first turn computes it.
+                log.info("fork %s: no KV shared: %s", child.session_id, error.message)
+        return child
+
+    def is_busy(self, session_id: str) -> bool:
+        return bool(self.sessions.running_turn(session_id))
+
+    def _in_background(self, coroutine: object) -> None:
+        task = asyncio.create_task(coroutine)  # type: ignore[arg-type]
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

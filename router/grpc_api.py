@@ -1,0 +1,132 @@
+"""``holdfast.v1.SessionService``: sessions over gRPC."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+
+import grpc
+
+from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.v1 import session_pb2, session_pb2_grpc
+from holdfast.wire import abort_with, answers_errors
+from router.gateway import Gateway, TurnRequest
+from router.http_common import tenant_of
+from router.journal import SessionRecord
+from router.sessions import Session
+
+
+class SessionServer(session_pb2_grpc.SessionServiceServicer):
+    """The service over a gateway. Cancelling Generate ends its turn."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def _tenant(self, context: grpc.aio.ServicerContext) -> str:
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        return tenant_of(self._gateway.config.api_keys, metadata.get("authorization"))
+
+    def _message(self, record: SessionRecord, num_tokens: int | None = None) -> session_pb2.Session:
+        return session_pb2.Session(
+            session_id=record.session_id,
+            worker_id=record.worker.split("@")[0],
+            epoch=record.epoch,
+            num_tokens=len(record.tokens) if num_tokens is None else num_tokens,
+            num_turns=record.num_turns,
+            busy=self._gateway.is_busy(record.session_id),
+        )
+
+    @answers_errors
+    async def Open(self, request: session_pb2.OpenRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
+        return self._message(await self._gateway.open_session(request.session_id, self._tenant(context)))
+
+    async def Generate(
+        self, request: session_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[session_pb2.GenerateResponse]:
+        try:
+            _check(request.sampling)
+            turn = TurnRequest(
+                tenant=self._tenant(context),
+                prepare=lambda session: _prepare(self._gateway, request, session),
+                sampling=request.sampling,
+                session_id=request.session_id,
+            )
+            if request.request_id:
+                turn.turn_id = request.request_id
+            stream = self._gateway.run(turn)
+            try:
+                async for chunk in stream:
+                    yield session_pb2.GenerateResponse(
+                        text=chunk.text,
+                        tokens=chunk.tokens,
+                        logprobs=chunk.logprobs,
+                        index=chunk.index,
+                        finish_reason=chunk.finish_reason,
+                        prompt_tokens=chunk.prompt_len,
+                        cached_tokens=chunk.cached_len,
+                        completion_tokens=chunk.index + len(chunk.tokens),
+                        input_logprobs=chunk.input_logprobs,
+                    )
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]
+        except HoldfastError as error:
+            await abort_with(context, error)
+
+    @answers_errors
+    async def Release(
+        self, request: session_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.ReleaseResponse:
+        freed = await self._gateway.release(request.session_id, self._tenant(context), request.mode)
+        return session_pb2.ReleaseResponse(pages_freed=freed)
+
+    @answers_errors
+    async def FreeTail(
+        self, request: session_pb2.FreeTailRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.Session:
+        record = await self._gateway.free_tail(request.session_id, self._tenant(context), request.keep_len)
+        return self._message(record)
+
+    @answers_errors
+    async def Fork(self, request: session_pb2.ForkRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
+        at_len = request.at_len if request.HasField("at_len") else None
+        tenant = self._tenant(context)
+        return self._message(await self._gateway.fork(request.session_id, tenant, request.child_id, at_len))
+
+    @answers_errors
+    async def Get(self, request: session_pb2.GetRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
+        session = await self._gateway.sessions.get(request.session_id, self._tenant(context), create=False)
+        return self._message(session.record)
+
+    @answers_errors
+    async def List(
+        self, request: session_pb2.ListRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.ListResponse:
+        listed = await self._gateway.journal.list(self._tenant(context))
+        return session_pb2.ListResponse(sessions=[self._message(record, length) for record, length, _ in listed])
+
+
+def _prepare(gateway: Gateway, request: session_pb2.GenerateRequest, session: Session | None) -> tuple[int, array[int]]:
+    keep_len = len(session.tokens) if session else 0
+    if request.HasField("rewind_to"):
+        if not 0 <= request.rewind_to <= keep_len:
+            raise InvalidRequest(f"rewind_to: must be from 0 to {keep_len}, the session's length")
+        keep_len = request.rewind_to
+    if request.WhichOneof("input") == "tokens":
+        return keep_len, array("i", request.tokens.ids)
+    return keep_len, array("i", gateway.codec.encode(request.text, special=keep_len == 0))
+
+
+def _check(s: session_pb2.Sampling) -> None:
+    ranges = {
+        "temperature": s.temperature >= 0,
+        "top_k": s.top_k >= 0,
+        "top_p": not s.HasField("top_p") or 0 < s.top_p <= 1,
+        "min_p": 0 <= s.min_p <= 1,
+        "repetition_penalty": not s.HasField("repetition_penalty") or s.repetition_penalty > 0,
+        "max_tokens": not s.HasField("max_tokens") or s.max_tokens >= 1,
+        "min_tokens": s.min_tokens >= 0,
+        "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= 20,
+    }
+    for name, valid in ranges.items():
+        if not valid:
+            raise InvalidRequest(f"sampling.{name}: {getattr(s, name)} is out of range")

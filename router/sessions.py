@@ -1,0 +1,147 @@
+"""A router's view of sessions: what the journal has, kept in memory while it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from holdfast.errors import QueueFull, SessionBusy
+from router.journal import Journal, SessionRecord
+
+MAX_SESSIONS_IN_MEMORY = 4096
+"""Idle sessions beyond it are read from the journal again when they come back."""
+
+
+class Session:
+    """One session. Whoever changes it holds ``turn_slot``."""
+
+    def __init__(self, record: SessionRecord) -> None:
+        self.record = record
+        self.busy = False
+        self.waiters: list[asyncio.Future[None]] = []
+        self.running_turn: str = ""
+        self._text: str | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self.record.session_id
+
+    @property
+    def tokens(self) -> array[int]:
+        return self.record.tokens
+
+    def text(self, decode: object) -> str:
+        """The tokens' text, special tokens spelled out; decoded once and kept."""
+        if self._text is None:
+            self._text = decode(self.tokens)  # type: ignore[operator]
+        return self._text
+
+    def cut(self, keep_len: int) -> None:
+        if keep_len < len(self.tokens):
+            del self.tokens[keep_len:]
+            self._text = None
+
+    def extend(self, ids: array[int], text: str | None) -> None:
+        """``ids`` were added; ``text`` is theirs, if the caller has it."""
+        self.tokens.extend(ids)
+        self._text = self._text + text if self._text is not None and text is not None else None
+
+    def prefix_crc(self, length: int) -> int:
+        return zlib.crc32(self.tokens[:length])
+
+
+class Sessions:
+    """Sessions by id, loaded from the journal on demand; bounds how many turns wait on each."""
+
+    def __init__(self, journal: Journal, max_waiting: int) -> None:
+        self._journal = journal
+        self._max_waiting = max_waiting
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def get(self, session_id: str, tenant: str, *, create: bool) -> Session:
+        """Raises SessionNotFound (also for another tenant's), SessionReleased."""
+        session = self._sessions.get(session_id)
+        if session is None or session.record.tenant != tenant:
+            read = self._journal.open if create else self._journal.load
+            record = await read(session_id, tenant)
+            session = self._sessions.setdefault(session_id, Session(record))
+        self._sessions.move_to_end(session_id)
+        self._trim()
+        return session
+
+    def add(self, record: SessionRecord) -> Session:
+        session = self._sessions[record.session_id] = Session(record)
+        return session
+
+    def forget(self, session_id: str) -> None:
+        """Read it from the journal the next time."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            for waiter in session.waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def running_turn(self, session_id: str) -> str:
+        session = self._sessions.get(session_id)
+        return session.running_turn if session is not None else ""
+
+    @asynccontextmanager
+    async def turn_slot(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> AsyncIterator[Session]:
+        """The session, for one turn at a time, in order of arrival.
+
+        Raises SessionBusy at once if ``queue`` is off, QueueFull if too many wait.
+        """
+        session = await self.take_slot(session_id, tenant, create=create, queue=queue)
+        try:
+            yield session
+        finally:
+            self.give_slot(session)
+
+    async def take_slot(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> Session:
+        """As ``turn_slot``, for one whose end is elsewhere: see ``give_slot``."""
+        while True:
+            session = await self.get(session_id, tenant, create=create)
+            if not session.busy and not session.waiters:
+                break
+            if not queue:
+                raise SessionBusy(f"session {session_id} already has an active request; wait for it or abort it")
+            if len(session.waiters) >= self._max_waiting:
+                raise QueueFull(f"{len(session.waiters)} turns are waiting on session {session_id}")
+            waiter = asyncio.get_running_loop().create_future()
+            session.waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter in session.waiters:
+                    session.waiters.remove(waiter)
+                elif waiter.done() and not waiter.cancelled() and session.busy:
+                    self.give_slot(session)
+                raise
+            if self._sessions.get(session_id) is session:
+                return session  # handed over: still busy, for us
+        session.busy = True
+        return session
+
+    def give_slot(self, session: Session) -> None:
+        """The slot goes to the turn that waits longest, if any."""
+        session.running_turn = ""
+        while session.waiters:
+            waiter = session.waiters.pop(0)
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        session.busy = False
+
+    def _trim(self) -> None:
+        while len(self._sessions) > MAX_SESSIONS_IN_MEMORY:
+            idle = next((s for s in self._sessions.values() if not s.busy and not s.waiters), None)
+            if idle is None or idle is next(reversed(self._sessions.values())):
+                return
+            del self._sessions[idle.session_id]

@@ -1,0 +1,274 @@
+"""SGLang's native HTTP API, so that its clients can move over unchanged.
+
+Sessions are SGLang's streaming sessions: a turn appends to what the session has, and names it by
+``session_params.id``. What SGLang refuses on them is refused here in the same way, and leaves the
+session as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from holdfast.errors import HoldfastError, InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
+from holdfast.v1 import session_pb2
+from router.gateway import Gateway, TurnChunk, TurnRequest
+from router.http_common import collect, first_chunk, tenant_of, until_disconnect
+from router.sessions import Session
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class SamplingBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    max_new_tokens: int | None = Field(DEFAULT_MAX_NEW_TOKENS, ge=1)
+    min_new_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+
+
+class SessionParams(BaseModel):
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+class GenerateBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: SamplingBody = SamplingBody()
+    session_params: SessionParams | None = None
+    rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = Field(0, ge=0, le=20)
+
+
+class OpenSessionBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    capacity_of_str_len: int = 0
+    session_id: str | None = None
+    streaming: bool | None = None
+
+
+class CloseSessionBody(BaseModel):
+    session_id: str
+
+
+class AbortBody(BaseModel):
+    rid: str = ""
+    abort_all: bool = False
+
+
+def sglang_routes(gateway: Gateway) -> APIRouter:
+    """The endpoints over a gateway."""
+    routes = APIRouter()
+
+    def tenant(http: Request) -> str:
+        return tenant_of(gateway.config.api_keys, http.headers.get("authorization"))
+
+    @routes.api_route("/open_session", methods=["GET", "POST"])
+    async def open_session(http: Request, body: OpenSessionBody) -> Any:
+        session_id = body.session_id or uuid.uuid4().hex
+        return (await gateway.open_session(session_id, tenant(http))).session_id
+
+    @routes.api_route("/close_session", methods=["GET", "POST"])
+    async def close_session(http: Request, body: CloseSessionBody) -> Response:
+        await gateway.release(body.session_id, tenant(http))
+        return Response(status_code=200)
+
+    @routes.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(http: Request, body: GenerateBody) -> Any:
+        request = _turn_request(gateway, body, tenant(http))
+        answer = _Answer(gateway, body, request.turn_id)
+        stream = gateway.run(request)
+        try:
+            if body.stream:
+                first = await until_disconnect(http, first_chunk(stream))
+                if isinstance(first, Response):
+                    return first
+                return StreamingResponse(_events(answer, first, stream), media_type="text/event-stream")
+            result = await until_disconnect(http, collect(stream))
+        except (PromptTooLong, SessionBusy, SessionNotFound, InvalidRequest) as error:
+            return JSONResponse({"error": {"message": error.message, "code": error.code}}, 400)
+        if isinstance(result, Response):
+            return result
+        total, text = result
+        answer.add(total, text)
+        return answer.body()
+
+    @routes.post("/abort_request")
+    async def abort_request(http: Request, body: AbortBody) -> Response:
+        for turn_id in gateway.live_turns(tenant(http)):
+            # SGLang matches by prefix, so that the parts of a batch go together.
+            if body.abort_all or (body.rid and turn_id.startswith(body.rid)):
+                gateway.abort(turn_id)
+        return Response(status_code=200)
+
+    @routes.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        for link in gateway.alive_links():
+            await link.flush(gateway.config.control_timeout_s)
+        return Response("Cache flushed.\n")
+
+    @routes.get("/get_model_info")
+    async def get_model_info() -> dict[str, Any]:
+        return {
+            "model_path": str(gateway.config.model),
+            "tokenizer_path": str(gateway.config.model),
+            "is_generation": True,
+            "served_model_name": gateway.config.served_model_name,
+            "max_context_length": gateway.context_len,
+        }
+
+    return routes
+
+
+def _turn_request(gateway: Gateway, body: GenerateBody, tenant: str) -> TurnRequest:
+    params = body.session_params
+    session_id = (params.id if params else None) or ""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("give one of text and input_ids")
+    if session_id and params is not None:
+        for name in ("offset", "replace", "drop_previous_output"):
+            if getattr(params, name):
+                raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
+
+    def prepare(session: Session | None) -> tuple[int, array[int]]:
+        keep_len = len(session.tokens) if session else 0
+        if body.input_ids is not None:
+            return keep_len, array("i", body.input_ids)
+        return keep_len, array("i", gateway.codec.encode(body.text or "", special=keep_len == 0))
+
+    request = TurnRequest(
+        tenant=tenant,
+        prepare=prepare,
+        sampling=_sampling(body),
+        session_id=session_id,
+        create_session=False,
+        queue=False,
+    )
+    if body.rid:
+        if body.rid in gateway.live_turns():
+            raise InvalidRequest(f"rid {body.rid} is the id of a request that runs")
+        request.turn_id = body.rid
+    return request
+
+
+def _sampling(body: GenerateBody) -> session_pb2.Sampling:
+    s = body.sampling_params
+    stops = [s.stop] if isinstance(s.stop, str) else s.stop or []
+    return session_pb2.Sampling(
+        temperature=s.temperature,
+        top_k=max(0, s.top_k),
+        top_p=s.top_p,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        seed=s.sampling_seed,
+        max_tokens=s.max_new_tokens,
+        min_tokens=s.min_new_tokens,
+        stop=[stop for stop in stops if stop],
+        stop_token_ids=s.stop_token_ids or [],
+        ignore_eos=s.ignore_eos,
+        logprobs=body.top_logprobs_num if body.return_logprob else None,
+        logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
+    )
+
+
+class _Answer:
+    """SGLang's response body: cumulative, also when streamed."""
+
+    def __init__(self, gateway: Gateway, body: GenerateBody, rid: str) -> None:
+        self._gateway, self._body, self._rid = gateway, body, rid
+        self._started = time.monotonic()
+        self._text = ""
+        self._tokens: list[int] = []
+        self._last: TurnChunk | None = None
+        self._output: list[session_pb2.TokenLogprob] = []
+        self._input: list[session_pb2.TokenLogprob] = []
+
+    def add(self, chunk: TurnChunk, text: str) -> None:
+        self._text += text
+        self._tokens += chunk.tokens
+        self._output += chunk.logprobs
+        self._input += chunk.input_logprobs
+        self._last = chunk
+
+    def body(self) -> dict[str, Any]:
+        chunk = self._last
+        assert chunk is not None
+        finish: dict[str, Any] | None = None
+        if chunk.finish_reason:
+            finish = {"type": chunk.finish_reason}
+            if chunk.finish_reason == "stop":
+                finish["matched"] = chunk.matched
+            elif chunk.finish_reason == "length":
+                finish["length"] = len(self._tokens)
+            else:
+                finish["message"] = "Aborted"
+        meta: dict[str, Any] = {
+            "id": self._rid,
+            "finish_reason": finish,
+            "prompt_tokens": chunk.prompt_len,
+            "completion_tokens": len(self._tokens),
+            "cached_tokens": chunk.cached_len,
+            "e2e_latency": time.monotonic() - self._started,
+        }
+        if self._body.return_logprob:
+            meta["output_token_logprobs"] = [[item.logprob, item.token, None] for item in self._output]
+            meta["output_top_logprobs"] = [self._top(item) for item in self._output]
+            if self._body.logprob_start_len >= 0:
+                # The first wanted token has nothing before it that was scored.
+                meta["input_token_logprobs"] = [
+                    [None, None, None],
+                    *([item.logprob, item.token, None] for item in self._input),
+                ]
+                meta["input_top_logprobs"] = [None, *(self._top(item) for item in self._input)]
+        return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}
+
+    @staticmethod
+    def _top(item: session_pb2.TokenLogprob) -> list[list[Any]]:
+        return [[top.logprob, top.token, None] for top in item.top]
+
+
+async def _events(answer: _Answer, first: TurnChunk, stream: AsyncIterator[TurnChunk]) -> AsyncIterator[bytes]:
+    chunk = first
+    try:
+        while True:
+            answer.add(chunk, chunk.text)
+            yield b"data: " + json.dumps(answer.body()).encode() + b"\n\n"
+            if chunk.finish_reason:
+                break
+            chunk = await anext(stream)
+    except HoldfastError as error:
+        yield b"data: " + json.dumps({"error": {"message": error.message, "code": error.code}}).encode() + b"\n\n"
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]
+    yield b"data: [DONE]\n\n"

@@ -1,0 +1,106 @@
+"""Text to tokens and back: chat templates, incremental decoding, stop strings."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from holdfast.errors import InvalidRequest, UnsupportedModel
+
+
+class TextCodec:
+    """The checkpoint's tokenizer and chat template."""
+
+    def __init__(self, model: Path) -> None:
+        if not (model / "tokenizer.json").exists():
+            raise UnsupportedModel(f"tokenizer.json: not found in {model}; supported: fast tokenizers")
+        self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        self._backend = self._tokenizer.backend_tokenizer
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of ``text``; ``special``: with what the tokenizer puts around a whole input (BOS)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
+        """The text of ``tokens``; ``special``: special tokens are spelled out."""
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=not special)
+        return text
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation as the model reads it, up to where the assistant speaks. Raises InvalidRequest."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions")
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest(f"messages: the model's chat template refuses them: {error}") from None
+        return text
+
+    def stream(self, stops: Sequence[str] = ()) -> OutputText:
+        return OutputText(self._backend, stops)
+
+    def continue_session(
+        self, known: array[int], known_text: str, text: str, *, special: bool
+    ) -> tuple[int, list[int]]:
+        """How a session whose tokens are ``known`` comes to hold ``text``: (tokens to keep, tokens to add).
+
+        Clients send text, and text that the model wrote need not tokenize to the tokens it was written
+        with. So when the text begins with what the session says, all of its tokens are kept and only
+        the rest is tokenized. Otherwise the whole is, and the common prefix of tokens is kept.
+        """
+        if known and text.startswith(known_text) and len(text) > len(known_text):
+            rest = text[len(known_text) :]
+            added = self.encode(rest, special=False)
+            if self.decode(added) == rest:
+                return len(known), added
+        ids = self.encode(text, special=special)
+        keep_len = 0
+        while keep_len < min(len(known), len(ids)) and known[keep_len] == ids[keep_len]:
+            keep_len += 1
+        return keep_len, ids[keep_len:]
+
+
+class OutputText:
+    """A turn's output as text, token by token. Holds back what may be the start of a stop string."""
+
+    def __init__(self, backend: Any, stops: Sequence[str]) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stops = tuple(stops)
+        self._held = ""
+        self.text = ""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that may be shown after ``tokens``."""
+        for token in tokens:
+            self._held += self._stream.step(self._backend, token) or ""
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        return self._show(self._held[: len(self._held) - keep])
+
+    def finish(self, matched: str | None) -> str:
+        """The rest of the text; up to the stop string, if one ended the turn."""
+        end = self._held.find(matched) if matched else -1
+        shown = self._show(self._held if end < 0 else self._held[:end])
+        self._held = ""
+        return shown
+
+    def _show(self, text: str) -> str:
+        self._held = self._held[len(text) :]
+        self.text += text
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the part of ``text`` to hold back: from a whole match on, or the longest start of ``stop``."""
+    whole = text.find(stop)
+    if whole >= 0:
+        return len(text) - whole
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

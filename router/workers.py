@@ -1,0 +1,174 @@
+"""Links to workers: one gRPC stream each, shared by all turns of this router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
+from router.placement import WorkerView
+
+log = logging.getLogger("holdfast.router")
+RECONNECT_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """A worker as the supervisor announces it."""
+
+    worker_id: str
+    incarnation: int
+    address: str
+    max_turns: int
+
+    @property
+    def name(self) -> str:
+        """What pins name: another incarnation is another worker, without this one's KV."""
+        return f"{self.worker_id}@{self.incarnation}"
+
+
+class TurnInbox(asyncio.Queue["worker_pb2.TurnUpdate | None"]):
+    """Updates of one turn; None: the worker is lost."""
+
+
+class WorkerLink:
+    """One worker. ``alive`` while its stream is open and it was heard within the lease."""
+
+    def __init__(self, address: WorkerAddress, lease_s: float) -> None:
+        self.address = address
+        self.name = address.name
+        self.welcome: worker_pb2.Welcome | None = None
+        self.stats = worker_pb2.WorkerStats()
+        self._lease_s = lease_s
+        self._channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._inboxes: dict[str, TurnInbox] = {}
+        self.ready = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def alive(self) -> bool:
+        return self.welcome is not None
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._inboxes)
+
+    def view(self) -> WorkerView:
+        return WorkerView(self.name, self.num_turns, self.stats.sessions, self.address.max_turns)
+
+    def submit(self, submit: worker_pb2.Submit) -> TurnInbox:
+        """Send a turn; its updates come into the inbox that is returned."""
+        inbox = self._inboxes[submit.turn_id] = TurnInbox()
+        self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
+        return inbox
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn if it is live; what it still sends is dropped."""
+        if self._inboxes.pop(turn_id, None) is not None:
+            self._outbox.put_nowait(worker_pb2.RouterMessage(abort=worker_pb2.Abort(turn_id=turn_id)))
+
+    def interrupt(self, turn_id: str) -> None:
+        """As ``abort``, and wake whoever waits for the turn."""
+        inbox = self._inboxes.get(turn_id)
+        self.abort(turn_id)
+        if inbox is not None:
+            inbox.put_nowait(None)
+
+    # ---- control plane: each answers within ``timeout_s`` or raises a HoldfastError ---------------
+
+    async def release(self, session_id: str, epoch: int, mode: int, timeout_s: float) -> int:
+        request = worker_pb2.WorkerReleaseRequest(session_id=session_id, epoch=epoch, mode=mode)  # type: ignore[arg-type]
+        return (await self._call(self._stub.Release, request, timeout_s)).pages_freed
+
+    async def free_tail(self, session_id: str, epoch: int, keep_len: int, timeout_s: float) -> int:
+        request = worker_pb2.WorkerFreeTailRequest(session_id=session_id, epoch=epoch, keep_len=keep_len)
+        return (await self._call(self._stub.FreeTail, request, timeout_s)).pages_freed
+
+    async def fork(self, session_id: str, child_id: str, epoch: int, at_len: int, timeout_s: float) -> int:
+        request = worker_pb2.WorkerForkRequest(session_id=session_id, child_id=child_id, epoch=epoch, at_len=at_len)
+        return (await self._call(self._stub.Fork, request, timeout_s)).shared_len
+
+    async def audit(self, timeout_s: float) -> worker_pb2.AuditResponse:
+        return await self._call(self._stub.Audit, worker_pb2.AuditRequest(), timeout_s)
+
+    async def fetch_stats(self, timeout_s: float) -> worker_pb2.WorkerStats:
+        return await self._call(self._stub.Stats, worker_pb2.StatsRequest(), timeout_s)
+
+    async def flush(self, timeout_s: float) -> session_pb2.ReleaseResponse:
+        return await self._call(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
+
+    async def _call(self, method, request, timeout_s):  # type: ignore[no-untyped-def]
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._lose("the router dropped it")
+        await self._channel.close()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._attach()
+                reason = "it closed the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                reason = f"silent for {self._lease_s} s"
+            self._lose(reason)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    async def _attach(self) -> None:
+        self._outbox = outbox = asyncio.Queue()
+
+        async def messages() -> AsyncIterator[worker_pb2.RouterMessage]:
+            while True:
+                yield await outbox.get()
+
+        call = self._stub.Attach(messages())
+        try:
+            while True:
+                async with asyncio.timeout(self._lease_s):
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    return
+                self._take(message)
+        finally:
+            call.cancel()
+
+    def _take(self, message: worker_pb2.WorkerMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            for update in message.step.updates:
+                inbox = self._inboxes.get(update.turn_id)
+                if inbox is None:
+                    continue
+                if update.finish_reason or update.error_code or update.needs_history:
+                    del self._inboxes[update.turn_id]
+                inbox.put_nowait(update)
+        elif kind == "beat":
+            self.stats = message.beat
+        elif kind == "welcome" and message.welcome.incarnation == self.address.incarnation:
+            self.welcome = message.welcome
+            self.ready.set()
+
+    def _lose(self, reason: str) -> None:
+        if self.alive:
+            log.warning("worker %s is lost: %s; %d turns move", self.name, reason, len(self._inboxes))
+        self.welcome = None
+        self.ready.clear()
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.put_nowait(None)

@@ -1,0 +1,365 @@
+"""The leader's loop: take commands, plan a step, apply it, collect what it gave.
+
+One thread runs the loop and alone touches scheduler, cache and model; others hand it commands
+(``submit``, ``abort``, ``call``) and get updates through one callback a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from holdfast.errors import HoldfastError, InvalidRequest, StaleEpoch
+from workers.config import EngineConfig
+from workers.kv import AuditReport, Outcome
+from workers.rank import Rank, StepResult
+from workers.sampler import TokenLogprobs
+from workers.scheduling import Finish, SamplingParams, Scheduler, SchedulerLimits, Turn, Work
+
+T = TypeVar("T")
+IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A turn as a router sends it: the whole input, or what comes after a prefix that is here already."""
+
+    turn_id: str
+    session_id: str
+    tenant: str
+    epoch: int
+    tokens: array[int]
+    """Everything, or, with ``prefix_len``, what follows the session's first ``prefix_len`` tokens."""
+    prompt_len: int
+    params: SamplingParams
+    ephemeral: bool = False
+    prefix_len: int = 0
+    prefix_crc: int = 0
+    """CRC-32 of those tokens as the router knows them."""
+
+
+@dataclass(slots=True)
+class TurnUpdate:
+    """News of one turn from one step. The last one has ``finish``, ``error`` or ``needs_history``."""
+
+    turn_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    input_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_len: int | None = None
+    finish: Finish | None = None
+    error: HoldfastError | None = None
+    needs_history: bool = False
+    """The prefix is not here (any more): submit again with all tokens."""
+
+
+@dataclass(slots=True)
+class _StopText:
+    """Looks for stop strings in a turn's output, across token borders."""
+
+    stream: DecodeStream
+    longest: int
+    tail: str = ""
+
+    def push(self, tokenizer: Tokenizer, token: int, stops: tuple[str, ...]) -> str | None:
+        piece = self.stream.step(tokenizer, token)
+        if not piece:
+            return None
+        text = self.tail + piece
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        self.tail = text[-(self.longest - 1) :] if self.longest > 1 else ""
+        return min(found)[1] if found else None
+
+
+class Leader:
+    """Runs turns on one rank.
+
+    ``emit`` is called in the loop's thread, once a step, with all updates; ``on_crash`` if the loop
+    itself fails. Then nothing of this rank's state may be trusted: the process must go.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        emit: Callable[[list[TurnUpdate]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.rank = Rank(config)
+        self.cache = self.rank.cache
+        limits = SchedulerLimits(
+            context_len=self.rank.context_len,
+            step_tokens=config.chunked_prefill_size,
+            max_running=config.max_running_requests,
+            max_waiting=config.max_queued_requests,
+        )
+        self.scheduler = Scheduler(self.cache, limits)
+        self.counters: Counter[str] = Counter()
+        self._emit = emit
+        self._on_crash = on_crash
+        self._eos = frozenset(self.rank.model_config.eos_token_ids)
+        self._tokenizer_path = config.model / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+        self._stop_texts: dict[str, _StopText] = {}
+        self._epochs: dict[str, int] = {}
+        self._after_turn: dict[str, list[Callable[[], None]]] = {}
+        self._updates: dict[str, TurnUpdate] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="holdfast-leader", daemon=True)
+
+    # ---- called from any thread -------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after its current step, and wait for it."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a turn; what becomes of it comes through ``emit``."""
+        self._commands.put(partial(self._submit, submission))
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn and take its session back to its last good turn. Unknown: nothing happens."""
+        self._commands.put(partial(self._abort, turn_id))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` between two steps; its result or error is the future's."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # the caller's to handle, whatever it is
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return future
+
+    def release_session(self, session_id: str, epoch: int, *, after_turn: bool = False) -> Future[int]:
+        """Free a session's slot; a running turn is ended first, or (``after_turn``) waited for.
+
+        The future gives the pages freed. Raises StaleEpoch through it.
+        """
+        done: Future[int] = Future()
+
+        def release() -> None:
+            try:
+                self._check_epoch(session_id, epoch)
+                turn = self.scheduler.turn_of(session_id)
+                if turn is not None and after_turn:
+                    self._after_turn.setdefault(session_id, []).append(release)
+                    return
+                if turn is not None:
+                    self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
+                done.set_result(self.cache.release_session(session_id))
+                self._epochs.pop(session_id, None)
+            except HoldfastError as error:
+                done.set_exception(error)
+
+        self._commands.put(release)
+        return done
+
+    def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[int]:
+        """Cut an idle session's KV; the future gives the pages freed."""
+
+        def cut() -> int:
+            self._check_epoch(session_id, epoch)
+            if session_id not in self.cache.slots:
+                return 0
+            return self.cache.free_tail(session_id, keep_len)
+
+        return self.call(cut)
+
+    def fork(self, parent_id: str, child_id: str, epoch: int, at_len: int | None) -> Future[int]:
+        """A new session that shares its parent's KV; the future gives how many tokens it has of it."""
+
+        def fork() -> int:
+            child = self.cache.fork(parent_id, child_id, at_len)
+            self._epochs[child_id] = epoch
+            return child.committed_len
+
+        return self.call(fork)
+
+    def audit(self) -> Future[AuditReport]:
+        """Recount every page, between two steps."""
+        return self.call(self.cache.audit)
+
+    # ---- the loop ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self.step()
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+
+    def step(self) -> None:
+        """One turn of the loop: plan -> apply -> collect."""
+        step = self.scheduler.plan()
+        result = self.rank.apply(step)
+        for work in step.work:
+            self._collect(work, result)
+        self.counters["steps"] += bool(step.work)
+        self._send_updates()
+
+    def _take_commands(self) -> bool:
+        """Run the commands that wait; with nothing to compute, wait for one. False: stop."""
+        idle = not self.scheduler.turns
+        while True:
+            try:
+                command = self._commands.get(timeout=IDLE_WAIT_S) if idle else self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            idle = False
+
+    def _collect(self, work: Work, result: StepResult) -> None:
+        turn = work.turn
+        update = self._update_of(turn)
+        self.scheduler.commit(work)
+        self.counters["computed_tokens"] += work.count
+        update.input_logprobs += result.input_logprobs.get(turn.turn_id, [])
+        if not work.samples:
+            return
+        token = result.tokens[turn.turn_id]
+        turn.tokens.append(token)
+        self.counters["generated_tokens"] += 1
+        update.tokens.append(token)
+        if turn.turn_id in result.logprobs:
+            update.logprobs.append(result.logprobs[turn.turn_id])
+        finish = turn.finish_by_token(token, self._eos, self.scheduler.max_len) or self._stop_string(turn)
+        if finish is not None:
+            self._finish(turn, Outcome.COMPLETED, finish)
+
+    def _stop_string(self, turn: Turn) -> Finish | None:
+        stops = turn.params.stop
+        if not stops:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_path))
+        state = self._stop_texts.get(turn.turn_id)
+        if state is None:
+            # After a replay the output so far comes first: a match may begin in it.
+            state = _StopText(DecodeStream(skip_special_tokens=True), max(map(len, stops)))
+            self._stop_texts[turn.turn_id] = state
+            fresh = turn.tokens[turn.prompt_len :]
+        else:
+            fresh = turn.tokens[-1:]
+        matched = None
+        for token in fresh:
+            matched = state.push(self._tokenizer, token, stops)
+        if matched is not None and turn.num_output > turn.params.min_tokens:
+            return Finish("stop", matched)
+        return None
+
+    # ---- commands, in the loop's thread -----------------------------------------------------------
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            turn = self._admit(submission)
+        except HoldfastError as error:
+            self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, error=error)
+        else:
+            if turn is None:
+                self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
+        self._send_updates()
+
+    def _admit(self, submission: Submission) -> Turn | None:
+        """The turn, queued; None if its prefix is not here."""
+        if not submission.ephemeral:
+            self._check_epoch(submission.session_id, submission.epoch)
+        self._end_superseded(submission)
+        slot = self.cache.slots.get(submission.session_id)
+        tokens, keep_len = submission.tokens, 0
+        if submission.prefix_len:
+            if slot is None or len(slot.tokens) < submission.prefix_len:
+                return None
+            prefix = slot.tokens[: submission.prefix_len]
+            if zlib.crc32(prefix) != submission.prefix_crc:
+                return None
+            tokens, keep_len = prefix + tokens, submission.prefix_len
+        elif slot is not None:
+            keep_len = common_prefix_len(slot.tokens, tokens)
+        highest = max(tokens, default=-1)
+        if not tokens or min(tokens) < 0 or highest >= self.rank.model_config.vocab_size:
+            vocab_size = self.rank.model_config.vocab_size
+            raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
+        turn = Turn(
+            turn_id=submission.turn_id,
+            session_id=submission.session_id,
+            tenant=submission.tenant,
+            tokens=tokens,
+            prompt_len=submission.prompt_len,
+            keep_len=keep_len,
+            params=submission.params,
+            ephemeral=submission.ephemeral,
+        )
+        self.scheduler.submit(turn)
+        if not submission.ephemeral:
+            self._epochs[submission.session_id] = submission.epoch
+        self.counters["turns"] += 1
+        return turn
+
+    def _end_superseded(self, submission: Submission) -> None:
+        """A turn that its router sends again, after a break, or that an owner with a newer epoch replaces."""
+        old = self.scheduler.turn_of(submission.session_id)
+        if old is None:
+            return
+        if old.turn_id == submission.turn_id or submission.epoch > self._epochs.get(submission.session_id, 0):
+            self._finish(old, Outcome.ABORTED, Finish("abort", "superseded"))
+            if old.turn_id == submission.turn_id:
+                del self._updates[old.turn_id]
+
+    def _abort(self, turn_id: str) -> None:
+        turn = self.scheduler.turns.get(turn_id)
+        if turn is not None:
+            self._finish(turn, Outcome.ABORTED, Finish("abort"))
+            self._send_updates()
+
+    def _finish(self, turn: Turn, outcome: Outcome, finish: Finish) -> None:
+        self._update_of(turn).finish = finish
+        self.scheduler.finish(turn, outcome)
+        self._stop_texts.pop(turn.turn_id, None)
+        self.counters[f"finished_{finish.reason}"] += 1
+        for waiting in self._after_turn.pop(turn.session_id, []):
+            waiting()
+
+    def _check_epoch(self, session_id: str, epoch: int) -> None:
+        seen = self._epochs.get(session_id, 0)
+        if epoch < seen:
+            raise StaleEpoch(f"session {session_id} is at epoch {seen} here, epoch {epoch} has passed")
+
+    def _update_of(self, turn: Turn) -> TurnUpdate:
+        update = self._updates.setdefault(turn.turn_id, TurnUpdate(turn.turn_id))
+        update.cached_len = turn.cached_len
+        return update
+
+    def _send_updates(self) -> None:
+        updates, self._updates = self._updates, {}
+        news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
+        if news:
+            self._emit(news)
+
+
+def common_prefix_len(a: array[int], b: array[int]) -> int:
+    """How many leading tokens two sequences share."""
+    length = min(len(a), len(b))
+    differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length) if length else np.zeros(0, bool)
+    return int(differ.argmax()) if differ.any() else length

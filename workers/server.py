@@ -1,0 +1,291 @@
+"""A worker's gRPC server: streams of turns from routers, and the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from holdfast.errors import InvalidRequest, NoWorkerAvailable
+from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS, answers_errors, unpack_tokens
+from workers.config import EngineConfig
+from workers.leader import Leader, Submission, TurnUpdate
+from workers.sampler import TokenLogprobs
+from workers.scheduling import SamplingParams
+
+log = logging.getLogger("holdfast.worker")
+T = TypeVar("T")
+BEAT_INTERVAL_S = 0.25
+"""Several beats fit into a router's lease (2 s), so that one late beat is not a death."""
+DRAIN_POLL_S = 0.02
+SERVICE = "holdfast.v1.WorkerService"
+
+
+class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
+    """One worker's face. Runs in an asyncio loop; the engine has a thread of its own."""
+
+    def __init__(self, worker_id: str, incarnation: int, config: EngineConfig) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self._loop = asyncio.get_running_loop()
+        self._leader = Leader(config, self._emit, self._die)
+        self._streams: set[asyncio.Queue[worker_pb2.WorkerMessage]] = set()
+        self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
+        self._draining = False
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str) -> str:
+        """Serve on a free port of ``host``; returns the address."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection(names, server)
+        port = server.add_insecure_port(f"{host}:0")
+        self._leader.start()
+        await server.start()
+        await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+        return f"{host}:{port}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+        await asyncio.to_thread(self._leader.stop)
+
+    # ---- turns ------------------------------------------------------------------------------------
+
+    async def Attach(
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
+        self._streams.add(outbox)
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            yield worker_pb2.WorkerMessage(welcome=self._welcome())
+            while not reader.done():
+                try:
+                    yield await asyncio.wait_for(outbox.get(), BEAT_INTERVAL_S)
+                except TimeoutError:
+                    yield worker_pb2.WorkerMessage(beat=self._stats())
+        finally:
+            reader.cancel()
+            self._streams.discard(outbox)
+            for turn_id in [t for t, stream in self._stream_of.items() if stream is outbox]:
+                del self._stream_of[turn_id]
+                self._leader.abort(turn_id)
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], outbox: asyncio.Queue[worker_pb2.WorkerMessage]
+    ) -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "abort":
+                self._leader.abort(message.abort.turn_id)
+                continue
+            submit = message.submit
+            self._stream_of[submit.turn_id] = outbox
+            try:
+                if self._draining:
+                    raise NoWorkerAvailable(f"worker {self.worker_id} is draining")
+                self._leader.submit(_submission(submit))
+            except (InvalidRequest, NoWorkerAvailable) as error:
+                self._deliver([TurnUpdate(submit.turn_id, error=error)])
+
+    def _emit(self, updates: list[TurnUpdate]) -> None:
+        """Called in the leader's thread, once a step."""
+        self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    def _deliver(self, updates: list[TurnUpdate]) -> None:
+        by_stream: dict[asyncio.Queue[worker_pb2.WorkerMessage], worker_pb2.StepUpdates] = {}
+        for update in updates:
+            outbox = self._stream_of.get(update.turn_id)
+            if outbox is None:
+                continue
+            if update.finish is not None or update.error is not None or update.needs_history:
+                del self._stream_of[update.turn_id]
+            by_stream.setdefault(outbox, worker_pb2.StepUpdates()).updates.append(_update_message(update))
+        for outbox, step in by_stream.items():
+            outbox.put_nowait(worker_pb2.WorkerMessage(step=step))
+
+    # ---- control plane ----------------------------------------------------------------------------
+
+    @answers_errors
+    async def Release(
+        self, request: worker_pb2.WorkerReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.ReleaseResponse:
+        after_turn = request.mode == session_pb2.RELEASE_MODE_AFTER_TURN
+        future = self._leader.release_session(request.session_id, request.epoch, after_turn=after_turn)
+        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(future))
+
+    @answers_errors
+    async def FreeTail(
+        self, request: worker_pb2.WorkerFreeTailRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.ReleaseResponse:
+        future = self._leader.free_tail(request.session_id, request.epoch, request.keep_len)
+        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(future))
+
+    @answers_errors
+    async def Fork(
+        self, request: worker_pb2.WorkerForkRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerForkResponse:
+        future = self._leader.fork(request.session_id, request.child_id, request.epoch, request.at_len)
+        return worker_pb2.WorkerForkResponse(shared_len=await asyncio.wrap_future(future))
+
+    @answers_errors
+    async def Audit(
+        self, request: worker_pb2.AuditRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AuditResponse:
+        report = await asyncio.wrap_future(self._leader.audit())
+        return worker_pb2.AuditResponse(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            ok=report.ok,
+            num_pages=report.num_pages,
+            num_free=report.num_free,
+            num_cached=report.num_cached,
+            num_held=report.num_held,
+            num_slots=report.num_slots,
+            num_running=report.num_running,
+            leaked=report.leaked,
+            overheld=report.overheld,
+            faults=report.faults,
+        )
+
+    async def Stats(
+        self, request: worker_pb2.StatsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerStats:
+        return self._stats()
+
+    @answers_errors
+    async def Flush(
+        self, request: worker_pb2.FlushRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.ReleaseResponse:
+        def flush() -> int:
+            before = self._leader.cache.pool.num_free
+            self._leader.cache.flush()
+            return self._leader.cache.pool.num_free - before
+
+        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(self._leader.call(flush)))
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        self._draining = True
+        deadline = self._loop.time() + request.timeout_s
+        while self._leader.scheduler.turns and self._loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return worker_pb2.DrainResponse(turns_left=len(self._leader.scheduler.turns))
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        rank = self._leader.rank
+        return worker_pb2.Welcome(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            context_len=self._leader.scheduler.max_len,
+            page_size=rank.cache.page_size,
+            vocab_size=rank.model_config.vocab_size,
+        )
+
+    def _stats(self) -> worker_pb2.WorkerStats:
+        # Read without stopping the engine: each figure is right, together they may be a step apart.
+        scheduler, pool = self._leader.scheduler, self._leader.cache.pool
+        counters = Counter(self._leader.counters)
+        return worker_pb2.WorkerStats(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            pages_held=pool.num_held,
+            sessions=len(self._leader.cache.slots),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            retracted=scheduler.num_retracted,
+            counters=dict(counters),
+            draining=self._draining,
+        )
+
+    def _die(self, error: BaseException) -> None:
+        log.critical("the engine of worker %s failed: %r; the process ends", self.worker_id, error, exc_info=error)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _submission(submit: worker_pb2.Submit) -> Submission:
+    try:
+        tokens = unpack_tokens(submit.tokens)
+    except ValueError:
+        raise InvalidRequest("tokens: not a whole number of 32-bit integers") from None
+    return Submission(
+        turn_id=submit.turn_id,
+        session_id=submit.session_id,
+        tenant=submit.tenant,
+        epoch=submit.epoch,
+        tokens=tokens,
+        prompt_len=submit.prompt_len,
+        params=sampling_params(submit.sampling),
+        ephemeral=submit.ephemeral,
+        prefix_len=submit.prefix_len,
+        prefix_crc=submit.prefix_crc,
+    )
+
+
+def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
+    """The engine's parameters from the wire's; routers have checked their ranges."""
+
+    def given(name: str, default: Any) -> Any:
+        return getattr(s, name) if s.HasField(name) else default
+
+    return SamplingParams(
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=given("top_p", 1.0),
+        min_p=s.min_p,
+        repetition_penalty=given("repetition_penalty", 1.0),
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        seed=given("seed", 0),
+        max_tokens=given("max_tokens", 2**31 - 1),
+        min_tokens=s.min_tokens,
+        stop=tuple(s.stop),
+        stop_token_ids=frozenset(s.stop_token_ids),
+        ignore_eos=s.ignore_eos,
+        num_logprobs=given("logprobs", -1),
+        logprob_start=given("logprob_start", -1),
+    )
+
+
+def _logprob_message(logprobs: TokenLogprobs) -> session_pb2.TokenLogprob:
+    top = [session_pb2.TopLogprob(token=token, logprob=value) for token, value in logprobs.top]
+    return session_pb2.TokenLogprob(token=logprobs.token, logprob=logprobs.logprob, top=top)
+
+
+def _update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:
+    message = worker_pb2.TurnUpdate(
+        turn_id=update.turn_id,
+        tokens=update.tokens,
+        logprobs=[_logprob_message(item) for item in update.logprobs],
+        input_logprobs=[_logprob_message(item) for item in update.input_logprobs],
+        cached_len=update.cached_len,
+        needs_history=update.needs_history,
+    )
+    if update.finish is not None:
+        message.finish_reason = update.finish.reason
+        if isinstance(update.finish.matched, int):
+            message.matched_token = update.finish.matched
+        elif update.finish.matched is not None:
+            message.matched_text = update.finish.matched
+    if update.error is not None:
+        message.error_code, message.error_message = update.error.code, update.error.message
+    return message
