@@ -140,7 +140,7 @@ class RouterServer:
             port=self.config.port,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=round(self.config.drain_timeout_s),
             lifespan="off",
         )
         self._http = uvicorn.Server(settings)
@@ -157,8 +157,8 @@ class RouterServer:
         await self.gateway.set_workers(workers)
 
     async def stop(self) -> None:
-        """Let live turns end for a few seconds, then close everything."""
+        """Let live turns end for ``drain_timeout_s``, then close everything."""
         self._http.should_exit = True
-        await asyncio.gather(self._http_task, self._grpc.stop(grace=5.0), return_exceptions=True)
+        await asyncio.gather(self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True)
         await self.gateway.close()
         self._journal.close()

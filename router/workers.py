@@ -113,7 +113,7 @@ class WorkerLink:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._lose("the router dropped it")
+        self._drop_turns()
         await self._channel.close()
 
     # ---- inside -----------------------------------------------------------------------------------
@@ -167,6 +167,9 @@ class WorkerLink:
     def _lose(self, reason: str) -> None:
         if self.alive:
             log.warning("worker %s is lost: %s; %d turns move", self.name, reason, len(self._inboxes))
+        self._drop_turns()
+
+    def _drop_turns(self) -> None:
         self.welcome = None
         self.ready.clear()
         inboxes, self._inboxes = self._inboxes, {}

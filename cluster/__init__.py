@@ -1,0 +1,1 @@
+"""What starts, watches and breaks a Holdfast cluster: config, supervisor, command line, demo."""

@@ -1,0 +1,147 @@
+"""The ``holdfast`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from cluster.config import Config, load_config
+from holdfast.errors import HoldfastError
+
+CLIENT_TIMEOUT_S = 15.0
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line on stderr and exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        cli()
+    except HoldfastError as error:
+        click.echo(f"holdfast: {error.message}", err=True)
+        sys.exit(1)
+
+
+@click.group()
+def cli() -> None:
+    """Serve LLM sessions that survive the death of any worker."""
+
+
+def _flags(command: Any) -> Any:
+    """Every key of the config as a flag, with the same name."""
+    for name, field in reversed(Config.model_fields.items()):
+        kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
+        kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str
+        repeated = field.annotation == list[str]
+        command = click.option(
+            f"--{name.replace('_', '-')}", name, type=kind, multiple=repeated, help=field.description, default=None
+        )(command)
+    return command
+
+
+@cli.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with the keys below")
+@_flags
+def serve(config_file: Path | None, **flags: Any) -> None:
+    """Start workers and a router, and serve until SIGINT or SIGTERM."""
+    given = {k: list(v) if isinstance(v, tuple) else v for k, v in flags.items() if v not in (None, ())}
+    asyncio.run(_serve(load_config(config_file, given)))
+
+
+async def _serve(config: Config) -> None:
+    import ray
+
+    from cluster.supervisor import Cluster, connect
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    cluster = Cluster(config)
+    connect(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        started = asyncio.ensure_future(cluster.start())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            await started
+            click.echo(f"ready: {cluster.url} {cluster.grpc_url}")
+            await stopped
+        else:
+            started.cancel()
+    finally:
+        await cluster.stop()
+        ray.shutdown()
+
+
+def _client_options(command: Any) -> Any:
+    command = click.option("--json", "as_json", is_flag=True, help="print JSON")(command)
+    command = click.option("--api-key", envvar="HOLDFAST_API_KEY", help="key of the tenant")(command)
+    return click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a router")(command)
+
+
+def _get(url: str, path: str, api_key: str | None) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(url + path, headers=headers, timeout=CLIENT_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise HoldfastError(f"no router answers at {url}: {error}") from None
+    if answer.is_error:
+        raise HoldfastError(f"{url} answered {answer.status_code}: {answer.text}")
+    rows: list[dict[str, Any]] = answer.json()
+    return rows
+
+
+def _print(rows: list[dict[str, Any]], columns: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(*columns.values())
+    for row in rows:
+        table.add_row(*(str(row.get(key, "")) for key in columns))
+    Console().print(table)
+
+
+@cli.command()
+@_client_options
+def status(url: str, api_key: str | None, as_json: bool) -> None:
+    """Workers: who they are, what they hold and run."""
+    columns = {"worker_id": "worker", "incarnation": "incarnation", "pid": "pid", "pages_free": "pages free"}
+    columns |= {"pages_held": "held", "pages_cached": "cached", "sessions": "sessions"}
+    columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted"}
+    _print(_get(url, "/holdfast/workers", api_key), columns, as_json)
+
+
+@cli.command()
+@_client_options
+def sessions(url: str, api_key: str | None, as_json: bool) -> None:
+    """Sessions: pin, epoch and length of each."""
+    columns = {"session_id": "session", "worker": "pinned to", "epoch": "epoch"}
+    columns |= {"num_tokens": "tokens", "num_turns": "turns", "busy": "busy"}
+    _print(_get(url, "/holdfast/sessions", api_key), columns, as_json)
+
+
+@cli.command()
+@_client_options
+def audit(url: str, api_key: str | None, as_json: bool) -> None:
+    """Recount every page on every worker; exit code 1 if any is lost. Exact on a busy cluster."""
+    reports = _get(url, "/holdfast/audit", api_key)
+    columns = {"worker_id": "worker", "ok": "ok", "num_pages": "pages", "num_free": "free", "num_held": "held"}
+    columns |= {"num_cached": "cached", "num_slots": "slots", "num_running": "running"}
+    columns |= {"leaked": "leaked", "overheld": "overheld", "faults": "faults"}
+    _print(reports, columns, as_json)
+    if not all(report["ok"] for report in reports):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
