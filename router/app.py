@@ -87,7 +87,7 @@ def http_app(gateway: Gateway) -> FastAPI:
                 "num_turns": record.num_turns,
                 "busy": busy,
             }
-            for record, length, busy in await gateway.journal.list(tenant)
+            for record, length, busy in await gateway.journal.list_sessions(tenant)
         ]
 
     @app.delete("/holdfast/sessions/{session_id}")
@@ -105,7 +105,10 @@ def http_app(gateway: Gateway) -> FastAPI:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    fields: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return fields
 
 
 class RouterServer:
@@ -159,6 +162,8 @@ class RouterServer:
     async def stop(self) -> None:
         """Let live turns end for ``drain_timeout_s``, then close everything."""
         self._http.should_exit = True
-        await asyncio.gather(self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True)
+        await asyncio.gather(
+            self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True
+        )
         await self.gateway.close()
         self._journal.close()

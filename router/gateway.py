@@ -11,9 +11,10 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from holdfast.errors import (
     DeadlineExceeded,
@@ -321,7 +322,9 @@ class Gateway:
     async def _choose(self, turn: _Live) -> WorkerLink:
         deadline = time.monotonic() + self.config.worker_wait_s
         while True:
-            views = [link.view() for link in self.alive_links() if not link.stats.draining]
+            # Counted here, not by the link: a turn counts from the moment it is placed.
+            load = Counter(live.link for live in self._live.values())
+            views = [link.view(load[link]) for link in self.alive_links() if not link.stats.draining]
             name = self._placement.choose(views, turn.request.tenant, turn.tokens, turn.request.cache_key)
             if name is not None:
                 return self._links[name]
@@ -422,7 +425,7 @@ class Gateway:
     def is_busy(self, session_id: str) -> bool:
         return bool(self.sessions.running_turn(session_id))
 
-    def _in_background(self, coroutine: object) -> None:
-        task = asyncio.create_task(coroutine)  # type: ignore[arg-type]
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

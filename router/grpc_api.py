@@ -101,7 +101,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     async def List(
         self, request: session_pb2.ListRequest, context: grpc.aio.ServicerContext
     ) -> session_pb2.ListResponse:
-        listed = await self._gateway.journal.list(self._tenant(context))
+        listed = await self._gateway.journal.list_sessions(self._tenant(context))
         return session_pb2.ListResponse(sessions=[self._message(record, length) for record, length, _ in listed])
 
 

@@ -102,7 +102,7 @@ class Journal(Protocol):
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         """Leave a tombstone; returns what the session was. Again: the same."""
 
-    async def list(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
+    async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         """The tenant's sessions, each with its length in tokens and whether a turn runs."""
 
 
@@ -214,8 +214,8 @@ class SqliteJournal:
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         return await self._call(self._release, session_id, tenant)
 
-    async def list(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
-        return await self._call(self._list, tenant)
+    async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
+        return await self._call(self._list_sessions, tenant)
 
     # ---- in the thread ----------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class SqliteJournal:
             self._forget_turn(session_id)
         return SessionRecord(session_id, owner, worker, epoch, num_turns)
 
-    def _list(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
+    def _list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         rows = self._db.execute(
             "SELECT s.session_id, s.tenant, s.worker, s.epoch, s.num_turns, s.turn_id != '', "
             "(SELECT coalesce(sum(length(ids)) / 4, 0) FROM tokens t WHERE t.session_id = s.session_id) "

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.v1 import worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
 from router.placement import WorkerView
 
@@ -56,12 +58,8 @@ class WorkerLink:
     def alive(self) -> bool:
         return self.welcome is not None
 
-    @property
-    def num_turns(self) -> int:
-        return len(self._inboxes)
-
-    def view(self) -> WorkerView:
-        return WorkerView(self.name, self.num_turns, self.stats.sessions, self.address.max_turns)
+    def view(self, live_turns: int) -> WorkerView:
+        return WorkerView(self.name, live_turns, self.stats.sessions, self.address.max_turns)
 
     def submit(self, submit: worker_pb2.Submit) -> TurnInbox:
         """Send a turn; its updates come into the inbox that is returned."""
@@ -85,26 +83,32 @@ class WorkerLink:
 
     async def release(self, session_id: str, epoch: int, mode: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerReleaseRequest(session_id=session_id, epoch=epoch, mode=mode)  # type: ignore[arg-type]
-        return (await self._call(self._stub.Release, request, timeout_s)).pages_freed
+        answer = await self._call(self._stub.Release, request, timeout_s)
+        return int(answer.pages_freed)
 
     async def free_tail(self, session_id: str, epoch: int, keep_len: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerFreeTailRequest(session_id=session_id, epoch=epoch, keep_len=keep_len)
-        return (await self._call(self._stub.FreeTail, request, timeout_s)).pages_freed
+        answer = await self._call(self._stub.FreeTail, request, timeout_s)
+        return int(answer.pages_freed)
 
     async def fork(self, session_id: str, child_id: str, epoch: int, at_len: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerForkRequest(session_id=session_id, child_id=child_id, epoch=epoch, at_len=at_len)
-        return (await self._call(self._stub.Fork, request, timeout_s)).shared_len
+        answer = await self._call(self._stub.Fork, request, timeout_s)
+        return int(answer.shared_len)
 
     async def audit(self, timeout_s: float) -> worker_pb2.AuditResponse:
-        return await self._call(self._stub.Audit, worker_pb2.AuditRequest(), timeout_s)
+        report: worker_pb2.AuditResponse = await self._call(self._stub.Audit, worker_pb2.AuditRequest(), timeout_s)
+        return report
 
     async def fetch_stats(self, timeout_s: float) -> worker_pb2.WorkerStats:
-        return await self._call(self._stub.Stats, worker_pb2.StatsRequest(), timeout_s)
+        stats: worker_pb2.WorkerStats = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), timeout_s)
+        return stats
 
-    async def flush(self, timeout_s: float) -> session_pb2.ReleaseResponse:
-        return await self._call(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
+    async def flush(self, timeout_s: float) -> int:
+        answer = await self._call(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
+        return int(answer.pages_freed)
 
-    async def _call(self, method, request, timeout_s):  # type: ignore[no-untyped-def]
+    async def _call(self, method: Any, request: Message, timeout_s: float) -> Any:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -131,7 +135,8 @@ class WorkerLink:
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
     async def _attach(self) -> None:
-        self._outbox = outbox = asyncio.Queue()
+        outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._outbox = outbox
 
         async def messages() -> AsyncIterator[worker_pb2.RouterMessage]:
             while True:

@@ -87,7 +87,7 @@ def build_documents(rng: random.Random) -> list[str]:
     documents = [f"{text.strip()}{END_OF_TEXT}" for _, text in sorted(topics.items())]
     for name, text in sorted(topics.items()):
         documents.append(_message("user", rng.choice(QUESTIONS).format(name)) + _message("assistant", text.strip()))
-    for module, entries in sorted(docstrings_by_module().items()):
+    for _module, entries in sorted(docstrings_by_module().items()):
         documents.append("\n\n".join(f"{name}\n{doc}" for name, doc in entries) + END_OF_TEXT)
         # One conversation per module, several questions long: what a session looks like.
         for start in range(0, len(entries), 8):

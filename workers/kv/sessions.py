@@ -48,10 +48,10 @@ class PageCopy(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """Entry ``index`` of row ``row`` of the device's page tables becomes ``page``."""
+    """Entry ``column`` of row ``row`` of the device's page tables becomes ``page``."""
 
     row: int
-    index: int
+    column: int
     page: int
 
 

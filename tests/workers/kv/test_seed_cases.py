@@ -130,7 +130,7 @@ def test_d_chunked_prefill_keeps_its_place_between_chunks(page_size: int) -> Non
 def test_e_audit_counts_lent_slots_once_while_turns_run(page_size: int) -> None:
     cache = cache_of(page_size)
     shared = list(range(2 * page_size))
-    run_turn(cache, "warm", "t", shared + [1], 0)
+    run_turn(cache, "warm", "t", [*shared, 1], 0)
     for i in range(4):
         tokens = new_tokens(shared + [50 + i] * 5)
         cache.open(f"s{i}")
@@ -184,14 +184,14 @@ def test_f_cut_inside_a_private_page_frees_whole_pages_only(page_size: int) -> N
 
 def test_f_cut_inside_a_shared_prefix_page_copies_before_writing(page_size: int) -> None:
     cache = cache_of(page_size)
-    prompt = list(range(2 * page_size)) + [77]
+    prompt = [*list(range(2 * page_size)), 77]
     run_turn(cache, "a", "t", prompt, 0)
     run_turn(cache, "b", "t", prompt, 0)
     a, b = cache.slots["a"], cache.slots["b"]
     assert a.pages[:2] == b.pages[:2], "sessions share the prefix"
     cut = 2 * page_size - page_size // 2
     cache.free_tail("b", cut)
-    edited = new_tokens(prompt[:cut] + [5, 6, 7])
+    edited = new_tokens([*prompt[:cut], 5, 6, 7])
     assert cache.resume("b", "t2", edited, cut) == cut
     cache.extend("b", 3)
     if page_size == 1:

@@ -58,7 +58,7 @@ class KVCore(RuleBasedStateMachine):
 
     def apply_step(self) -> None:
         for update in self.cache.take_table_updates():
-            self.table[update.row, update.index] = update.page
+            self.table[update.row, update.column] = update.page
         copies = list(self.cache.pending_copies)
         for source, target in copies:
             self.kv[target] = list(self.kv[source])
