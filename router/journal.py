@@ -173,6 +173,11 @@ class SqliteJournal:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+            if len(calls) > 1:
+                # One bad write must not fail those that only came at the same time.
+                for call in calls:
+                    self._commit([call])
+                return
             failure = JournalUnavailable(f"the journal cannot be written: {error}")
             answers = [(future, failure) for _, _, future in calls]
         self._loop.call_soon_threadsafe(_answer, answers)
@@ -266,7 +271,8 @@ class SqliteJournal:
         self._db.execute(
             "UPDATE sessions SET turn_id = ?, turn_keep_len = ? WHERE session_id = ?", (turn_id, keep_len, session_id)
         )
-        self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, keep_len, ids.tobytes()))
+        if ids:
+            self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, keep_len, ids.tobytes()))
 
     def _of_turn(self, session_id: str, epoch: int, turn_id: str) -> tuple[Any, ...]:
         row = self._fenced(session_id, epoch)

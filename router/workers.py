@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +137,8 @@ class WorkerLink:
         outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._outbox = outbox
 
-        async def messages() -> AsyncIterator[worker_pb2.RouterMessage]:
-            while True:
-                yield await outbox.get()
-
-        call = self._stub.Attach(messages())
+        call = self._stub.Attach()
+        writer = asyncio.create_task(_write(call, outbox))
         try:
             while True:
                 async with asyncio.timeout(self._lease_s):
@@ -151,7 +147,9 @@ class WorkerLink:
                     return
                 self._take(message)
         finally:
+            writer.cancel()
             call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
     def _take(self, message: worker_pb2.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
@@ -180,3 +178,8 @@ class WorkerLink:
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.put_nowait(None)
+
+
+async def _write(call: Any, outbox: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
+    while True:
+        await call.write(await outbox.get())

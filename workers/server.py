@@ -41,6 +41,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._streams: set[asyncio.Queue[worker_pb2.WorkerMessage]] = set()
         self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
         self._draining = False
+        self._beat_interval_s = BEAT_INTERVAL_S
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str) -> str:
@@ -76,7 +77,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkerMessage(welcome=self._welcome())
             while not reader.done():
                 try:
-                    yield await asyncio.wait_for(outbox.get(), BEAT_INTERVAL_S)
+                    yield await asyncio.wait_for(outbox.get(), self._beat_interval_s)
                 except TimeoutError:
                     yield worker_pb2.WorkerMessage(beat=self._stats())
         finally:

@@ -54,7 +54,7 @@ async def abort_with(context: grpc.aio.ServicerContext, error: HoldfastError) ->
     metadata = [(CODE_KEY, error.code)]
     if error.retry_after_s is not None:
         metadata.append((RETRY_KEY, str(error.retry_after_s)))
-    await context.abort(grpc.StatusCode[error.grpc_code], error.message, metadata)
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, tuple(metadata))
 
 
 def answers_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -1,0 +1,164 @@
+"""A worker goes away mid-stream: the client's stream goes on with the very same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+from tests.harness import ENGINE, Harness, running
+
+SAMPLING = {"temperature": 0.9, "seed": 11, "max_tokens": 60, "ignore_eos": True, "top_k": 50}
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+
+
+async def stream_turn(stub, session: str, on_token: int = -1, act=None, **sampling) -> list[int]:
+    request = pb.GenerateRequest(
+        session_id=session,
+        tokens=pb.TokenIds(ids=[100, 200, 300]),
+        sampling=pb.Sampling(**(SAMPLING | sampling)),
+    )
+    tokens: list[int] = []
+    async for answer in stub.Generate(request):
+        assert answer.index == len(tokens), "a token came twice or was lost"
+        tokens += answer.tokens
+        if act is not None and len(tokens) >= on_token:
+            await act()
+            act = None
+    return tokens
+
+
+@pytest.mark.parametrize("extra", [{}, PENALTIES, {"temperature": 0.0}, {"logprobs": 2}], ids=str)
+async def test_stream_goes_on_with_the_same_tokens(cluster: Harness, extra: dict) -> None:
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "calm", **extra)
+        follow_up = await stream_turn(stub, "calm", **extra)
+
+        async def lose() -> None:
+            await cluster.lose_worker(cluster.pinned_to("storm"))
+
+        assert await stream_turn(stub, "storm", 20, lose, **extra) == expected
+        assert await stream_turn(stub, "storm", **extra) == follow_up, "the session goes on from there"
+        session = await stub.Get(pb.GetRequest(session_id="storm"))
+        assert session.epoch == 2 and session.num_tokens == 2 * (3 + 60)
+
+
+async def test_request_without_a_session_survives_too(cluster: Harness) -> None:
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "")
+
+        async def lose() -> None:
+            busy = next(name for name, w in cluster.workers.items() if w._leader.scheduler.running)
+            await cluster.lose_worker(busy)
+
+        assert await stream_turn(stub, "", 20, lose) == expected
+
+
+async def test_idle_session_moves_at_its_next_turn(cluster: Harness) -> None:
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        for session in ("calm", "storm"):
+            await stream_turn(stub, session)
+        expected = await stream_turn(stub, "calm")
+        await cluster.lose_worker(cluster.pinned_to("storm"))
+        await cluster.announce()
+        assert await stream_turn(stub, "storm") == expected
+
+
+async def test_no_worker_is_503_within_the_deadline_and_service_returns(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, worker_wait_s=0.5) as cluster:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            args = {"model": "holdfast-tiny", "prompt": "Return", "max_tokens": 4, "temperature": 0}
+            args["extra_headers"] = {"X-Session-ID": "s"}
+            expected = await client.completions.create(**args)
+            await cluster.lose_worker("w0")
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.completions.create(**args)
+            assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
+            assert caught.value.code == "no_worker_available"
+            async with httpx.AsyncClient() as http:
+                assert (await http.get(f"{cluster.url}/health")).status_code == 503
+            await cluster.start_worker("w0", 2, ENGINE)
+            assert (await client.completions.create(**args)).choices[0].text == expected.choices[0].text
+        await cluster.assert_no_leak()
+
+
+async def test_turn_waits_out_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "calm")
+
+        async def restart() -> None:
+            await cluster.lose_worker("w0")
+            await cluster.start_worker("w0", 2, ENGINE)
+
+        assert await stream_turn(stub, "storm", 10, restart) == expected
+        await cluster.assert_no_leak()
+
+
+async def test_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
+    engine = replace(ENGINE, max_running_requests=1, max_queued_requests=1)
+    async with running(tmp_path, num_workers=1, engine=engine) as cluster:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            args = {"model": "holdfast-tiny", "prompt": "Return", "max_tokens": 120}
+            args["extra_body"] = {"ignore_eos": True}
+            answers = await asyncio.gather(
+                *(client.completions.create(**args) for _ in range(6)), return_exceptions=True
+            )
+        refused = [a for a in answers if isinstance(a, openai.RateLimitError)]
+        assert refused and len(refused) < 6, answers
+        assert all(a.response.headers["retry-after"] for a in refused)
+        assert all(a.usage.completion_tokens == 120 for a in answers if not isinstance(a, Exception))
+        await cluster.assert_no_leak()
+
+
+async def test_router_limit_is_429(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, max_live_turns=2) as cluster:
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            args = {"model": "holdfast-tiny", "prompt": "Return", "max_tokens": 60}
+            answers = await asyncio.gather(
+                *(client.completions.create(**args) for _ in range(5)), return_exceptions=True
+            )
+        assert sum(isinstance(a, openai.RateLimitError) for a in answers) == 3
+        await cluster.assert_no_leak()
+
+
+async def test_sessions_survive_a_restart_of_everything(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        for session in ("calm", "storm"):
+            await stream_turn(stub, session)
+        expected = await stream_turn(stub, "calm")
+        call = stub.Generate(pb.GenerateRequest(session_id="storm", text="x", sampling=pb.Sampling(ignore_eos=True)))
+        await call.read()  # a turn is under way as everything goes down
+    async with running(tmp_path) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        assert (await stub.Get(pb.GetRequest(session_id="storm"))).num_tokens == 63
+        assert await stream_turn(stub, "storm") == expected
+        await cluster.assert_no_leak()
+
+
+async def test_silent_worker_is_lost_within_its_lease(tmp_path: Path) -> None:
+    """A worker whose stream stays open but says nothing: the turn moves when the lease is over."""
+    async with running(tmp_path, worker_lease_s=0.8) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "calm")
+        name = cluster.pinned_to("calm")
+
+        async def silence() -> None:
+            worker = cluster.workers[cluster.pinned_to("storm")]
+            worker._streams.clear()
+            worker._stream_of.clear()
+            worker._beat_interval_s = 60.0
+
+        assert await stream_turn(stub, "storm", 10, silence) == expected
+        assert name in cluster.workers

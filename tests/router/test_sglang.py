@@ -1,0 +1,160 @@
+"""SGLang's native API: what its clients rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness import Harness
+from tests.waiting import until
+
+
+@pytest.fixture
+async def http(cluster: Harness) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+async def open_session(http: httpx.AsyncClient) -> str:
+    answer = await http.post("/open_session", json={"capacity_of_str_len": 1000, "streaming": True})
+    assert answer.status_code == 200
+    session_id = answer.json()
+    assert isinstance(session_id, str)
+    return session_id
+
+
+def body(session: str | None = None, max_new_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    request: dict[str, Any] = {"sampling_params": params}
+    if session:
+        request["session_params"] = {"id": session, "rid": None}
+    return request | more
+
+
+async def generate(http: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
+    answer = await http.post("/generate", json=request)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_streaming_session_appends_and_reuses_everything(http: httpx.AsyncClient) -> None:
+    session, before = await open_session(http), 0
+    for turn, text in enumerate(["Return the list", " and then", " sort it", " by key"]):
+        meta = (await generate(http, body(session, text=text)))["meta_info"]
+        assert meta["cached_tokens"] in ({0} if turn == 0 else {before, before - 1})
+        before = meta["prompt_tokens"] + meta["completion_tokens"]
+        assert meta["finish_reason"] == {"type": "length", "length": 8}
+        assert meta["e2e_latency"] > 0
+    assert (await http.post("/close_session", json={"session_id": session})).status_code == 200
+
+
+async def test_session_equals_one_prompt_of_all_its_tokens(http: httpx.AsyncClient) -> None:
+    session, tokens = await open_session(http), []
+    for chunk in ([100, 101, 102], [200, 201], [300]):
+        answer = await generate(http, body(session, input_ids=chunk))
+        alone = await generate(http, body(input_ids=tokens + chunk))
+        assert answer["output_ids"] == alone["output_ids"]
+        tokens += chunk + answer["output_ids"]
+
+
+@pytest.mark.parametrize("option", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}])
+async def test_refused_options_leave_the_slot_intact(http: httpx.AsyncClient, option: dict[str, Any]) -> None:
+    session = await open_session(http)
+    first = (await generate(http, body(session, text="Return the list")))["meta_info"]
+    refused = body(session, text=" more")
+    refused["session_params"] |= option
+    answer = await http.post("/generate", json=refused)
+    assert answer.status_code == 400
+    assert next(iter(option)) in answer.json()["error"]["message"]
+    again = (await generate(http, body(session, text=" more")))["meta_info"]
+    assert again["cached_tokens"] >= first["prompt_tokens"] + first["completion_tokens"] - 1
+
+
+async def test_overlong_prompt_is_refused_and_leaves_the_slot_intact(http: httpx.AsyncClient) -> None:
+    session = await open_session(http)
+    first = (await generate(http, body(session, text="Return the list")))["meta_info"]
+    answer = await http.post("/generate", json=body(session, input_ids=[7] * 5000))
+    assert answer.status_code == 400
+    assert "maximum allowed length" in answer.json()["error"]["message"]
+    again = (await generate(http, body(session, text=" more")))["meta_info"]
+    assert again["cached_tokens"] >= first["prompt_tokens"] + first["completion_tokens"] - 1
+
+
+async def test_second_turn_while_one_runs_is_refused(http: httpx.AsyncClient, cluster: Harness) -> None:
+    session = await open_session(http)
+    first = asyncio.create_task(generate(http, body(session, 400, text="Return", rid="first")))
+    await until(lambda: any(w._leader.scheduler.running for w in cluster.workers.values()), 10, "the turn to run")
+    answer = await http.post("/generate", json=body(session, text="and"))
+    assert answer.status_code == 400
+    assert "already has an active request" in answer.json()["error"]["message"]
+    await http.post("/abort_request", json={"rid": "first"})
+    assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_abort_rolls_back_to_the_last_good_turn(http: httpx.AsyncClient, cluster: Harness) -> None:
+    session = await open_session(http)
+    good = await generate(http, body(session, input_ids=[100, 101, 102, 103]))
+    total = good["meta_info"]["prompt_tokens"] + good["meta_info"]["completion_tokens"]
+    doomed = asyncio.create_task(generate(http, body(session, 2000, text="Return", rid="doomed")))
+    await until(lambda: any(w._leader.scheduler.running for w in cluster.workers.values()), 10, "the turn to run")
+    await http.post("/abort_request", json={"abort_all": True})
+    assert (await doomed)["meta_info"]["finish_reason"]["type"] == "abort"
+    again = await generate(http, body(session, input_ids=[200]))
+    assert again["meta_info"]["prompt_tokens"] == total + 1, "nothing of the aborted turn stays"
+    assert again["meta_info"]["cached_tokens"] in (total, total - 1)
+    alone = await generate(http, body(input_ids=[100, 101, 102, 103, *good["output_ids"], 200]))
+    assert alone["output_ids"] == again["output_ids"]
+
+
+async def test_unknown_and_closed_sessions_are_refused(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/generate", json=body("no-such", text="x"))
+    assert answer.status_code == 400 and "no-such" in answer.json()["error"]["message"]
+    session = await open_session(http)
+    await generate(http, body(session, text="x"))
+    for _ in range(2):
+        assert (await http.post("/close_session", json={"session_id": session})).status_code == 200
+    assert (await http.post("/generate", json=body(session, text="x"))).status_code == 400
+
+
+async def test_stream_is_cumulative_and_equals_the_whole(http: httpx.AsyncClient) -> None:
+    whole = await generate(http, body(text="Return the list", max_new_tokens=20))
+    async with http.stream("POST", "/generate", json=body(text="Return the list", max_new_tokens=20, stream=True)) as r:
+        lines = [line[6:] async for line in r.aiter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert events[-1]["text"] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
+    lengths = [len(event["output_ids"]) for event in events]
+    assert lengths == sorted(lengths) and events[0]["meta_info"]["finish_reason"] is None
+
+
+async def test_logprobs_of_input_and_output(http: httpx.AsyncClient) -> None:
+    ids = [100, 101, 102, 103, 104]
+    request = body(input_ids=ids, return_logprob=True, logprob_start_len=1, top_logprobs_num=3)
+    meta = (await generate(http, request))["meta_info"]
+    assert len(meta["output_token_logprobs"]) == 8
+    assert [entry[1] for entry in meta["input_token_logprobs"]][1:] == ids[2:]
+    assert all(len(top) == 3 for top in meta["output_top_logprobs"])
+    # Scored again with everything cached but what is asked for: the same.
+    again = (await generate(http, request))["meta_info"]
+    for a, b in zip(meta["input_token_logprobs"][1:], again["input_token_logprobs"][1:], strict=True):
+        assert a[0] == pytest.approx(b[0], abs=1e-4)
+
+
+async def test_flush_health_and_model_info(http: httpx.AsyncClient, cluster: Harness) -> None:
+    await generate(http, body(input_ids=list(range(100, 150))))
+    assert (await http.post("/flush_cache")).status_code == 200
+    assert all(w._leader.cache.pool.num_cached == 0 for w in cluster.workers.values())
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/get_model_info")).json()["is_generation"] is True
+
+
+async def test_text_and_input_ids_together_are_refused(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/generate", json=body(text="x", input_ids=[1]))).status_code == 400
+    assert (await http.post("/generate", json=body())).status_code == 400
+    assert (await http.post("/generate", json=body(input_ids=[999_999]))).status_code == 400
+    assert (await http.post("/generate", json=body(input_ids=[]))).status_code == 400
