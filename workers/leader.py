@@ -159,14 +159,15 @@ class Leader:
         def release() -> None:
             try:
                 self._check_epoch(session_id, epoch)
-                turn = self.scheduler.turn_of(session_id)
+                turn, free_before = self.scheduler.turn_of(session_id), self.cache.pool.num_free
                 if turn is not None and after_turn:
                     self._after_turn.setdefault(session_id, []).append(release)
                     return
                 if turn is not None:
                     self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
-                done.set_result(self.cache.release_session(session_id))
+                self.cache.release_session(session_id)
                 self._epochs.pop(session_id, None)
+                done.set_result(self.cache.pool.num_free - free_before)
             except HoldfastError as error:
                 done.set_exception(error)
 

@@ -48,6 +48,8 @@ class PrefixIndex:
         self._roots: dict[str, PrefixEntry] = {}
         self._by_digest: dict[bytes, list[PrefixEntry]] = {}
         self._by_page: dict[int, PrefixEntry] = {}
+        # Per owner, the entries where its part of the tree begins, by page.
+        self._tops: dict[str, dict[int, PrefixEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._by_page)
@@ -87,6 +89,8 @@ class PrefixIndex:
         entry = PrefixEntry(parent, digest, raw, page, owner)
         bucket.append(entry)
         parent.children[page] = entry
+        if parent.owner != owner or parent.page == ROOT_PAGE:
+            self._tops.setdefault(owner, {})[page] = entry
         self._by_page[page] = entry
         self._pool.mark_indexed(page)
         return entry
@@ -102,17 +106,22 @@ class PrefixIndex:
         if not bucket:
             del self._by_digest[entry.digest]
         del self._by_page[entry.page]
+        tops = self._tops.get(entry.owner)
+        if tops is not None and tops.pop(entry.page, None) is not None and not tops:
+            del self._tops[entry.owner]
         assert entry.parent is not None
         del entry.parent.children[entry.page]
         return self._pool.unmark_indexed(entry.page)
 
-    def remove_branch(self, top: PrefixEntry) -> None:
-        """Forget ``top`` and all below it that no other session than its owner has used."""
-        branch = [top]
-        for entry in branch:
-            branch.extend(child for child in entry.children.values() if not child.shared)
-        for entry in reversed(branch):
-            self.remove(entry)
+    def remove_owned(self, owner: str) -> None:
+        """Forget every entry that ``owner`` made and nobody else has used, in all branches."""
+        owned = list(self._tops.get(owner, {}).values())
+        for entry in owned:
+            owned.extend(child for child in entry.children.values() if child.owner == owner)
+        # Whoever uses an entry uses all above it, so what is shared lies above what is not.
+        for entry in reversed(owned):
+            if not entry.shared:
+                self.remove(entry)
 
     def evict_oldest(self) -> bool:
         """Free the page of the least recently used entry that nobody else holds, if there is one."""

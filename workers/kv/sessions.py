@@ -238,22 +238,19 @@ class SessionCache:
         return self._cut(slot, keep_len)
 
     def release_session(self, session_id: str) -> int:
-        """Forget a session. Returns the pages that became free; 0 if it is unknown (law L6).
+        """Forget a session. Returns the pages that became free; 0 if nothing is left of it (law L6).
 
         Its pages leave the prefix index too, with every branch that it rewound or aborted, but for
         those that another session has used.
         Raises SessionBusy: the caller ends the turn first, through ``finish``.
         """
-        slot = self.slots.get(session_id)
-        if slot is None:
-            return 0
-        if slot.turn_id is not None:
-            raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
-        entries, free_before = list(slot.entries), self.pool.num_free
-        self._drop(slot)
-        private = next((entry for entry in entries if not entry.shared), None)
-        if private is not None:
-            self.index.remove_branch(private)
+        slot, free_before = self.slots.get(session_id), self.pool.num_free
+        if slot is not None:
+            if slot.turn_id is not None:
+                raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
+            self._drop(slot)
+        # Also of a session whose slot was evicted: its pages may be cached still.
+        self.index.remove_owned(session_id)
         return self.pool.num_free - free_before
 
     def fork(self, parent_id: str, child_id: str, at_len: int | None = None) -> Slot:

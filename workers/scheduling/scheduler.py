@@ -93,8 +93,10 @@ class Scheduler:
             if turn.turn_id in self.running and self._todo(turn) == 1:
                 self._plan_decode(turn, work)
         budget = max(0, self.limits.step_tokens - len(work))
-        budget = self._plan_prefills(work, budget)
-        self._admit(work, budget)
+        # Newcomers get a share of what the prompts under way get: none waits for a long one's end.
+        num_prefills = sum(self._todo(turn) > 1 for turn in self.running.values())
+        budget -= self._admit(work, -(-budget // (num_prefills + 1)))
+        self._plan_prefills(work, budget)
         return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
 
     def commit(self, work: Work) -> None:
@@ -150,27 +152,30 @@ class Scheduler:
         self.waiting.appendleft(turn)
         self.num_retracted += 1
 
-    def _plan_prefills(self, work: dict[str, Work], budget: int) -> int:
+    def _plan_prefills(self, work: dict[str, Work], budget: int) -> None:
         """Share the budget among the prompts under way: a long one must not hold up a short one."""
-        prefills = sorted((t for t in self.running.values() if self._todo(t) > 1), key=self._todo)
+        waiting = (t for t in self.running.values() if t.turn_id not in work)
+        prefills = sorted(waiting, key=self._todo)
         for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
             count = min(self._todo(turn), -(-budget // left))
             if count > 0:
                 work[turn.turn_id] = self._work(turn, count)
                 budget -= count
-        return budget
 
-    def _admit(self, work: dict[str, Work], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+    def _admit(self, work: dict[str, Work], budget: int) -> int:
+        """Admit turns, in order, until ``budget`` tokens are spent; returns how many were."""
+        left = budget
+        while self.waiting and left > 0 and len(self.running) < self.limits.max_running:
             turn = self.waiting[0]
             if self._head_is_blocked or not self._take_pages(turn):
                 self._head_is_blocked = True
-                return
+                break
             self.waiting.popleft()
             self.running[turn.turn_id] = turn
-            count = min(self._todo(turn), budget)
+            count = min(self._todo(turn), left)
             work[turn.turn_id] = self._work(turn, count)
-            budget -= count
+            left -= count
+        return budget - left
 
     def _take_pages(self, turn: Turn) -> bool:
         """Resume the turn's slot and hold pages for its whole prompt; or leave all as it was."""

@@ -1,0 +1,57 @@
+"""One configuration: a file, flags over it, and errors that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli import cli
+from cluster.config import Config, load_config
+from holdfast.errors import ConfigError
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("workers: 3\npage-size: 32\n")
+    config = load_config(file, {"workers": 1})
+    assert (config.workers, config.page_size, config.port) == (1, 32, 8000)
+    assert config.engine().page_size == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("worker: 3", "unknown key 'worker'; the nearest valid key is 'workers'"),
+        ("page_sise: 3", "'page_size'"),
+        ("workers: many", "workers: "),
+        ("device: tpu", "device: "),
+        ("port: 70000", "port: "),
+        ("- a list", "must hold keys and values"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_errors_name_the_key(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {})
+    assert named in caught.value.message
+
+
+def test_wrong_page_size_and_limits() -> None:
+    for bad in ({"page_size": 3}, {"page_size": 512}, {"max_sessions": 2}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Config(**bad).engine()
+
+
+def test_every_key_is_a_flag() -> None:
+    text = CliRunner().invoke(cli, ["serve", "--help"]).output
+    for key in Config.model_fields:
+        assert f"--{key.replace('_', '-')}" in text
+
+
+def test_commands_say_when_no_router_answers() -> None:
+    result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:9"])
+    assert "no router answers" in str(result.exception)
