@@ -123,6 +123,10 @@ class Cluster:
         for worker in self._workers:
             remove_placement_group(worker.group)
 
+    def worker_addresses(self) -> list[WorkerAddress]:
+        """The workers that live now."""
+        return [worker.address for worker in self._workers if worker.address is not None]
+
     # ---- workers ------------------------------------------------------------------------------------
 
     async def _start_worker(self, worker: _Worker) -> None:
@@ -161,9 +165,8 @@ class Cluster:
             await self._announce()
 
     async def _announce(self) -> None:
-        addresses = [worker.address for worker in self._workers if worker.address is not None]
         try:
-            await self._router.set_workers.remote(addresses)
+            await self._router.set_workers.remote(self.worker_addresses())
         except RayError as error:
             log.error("the router does not answer: %s", error)
 

@@ -85,7 +85,8 @@ class _Live:
     epoch: int = 0
     link: WorkerLink | None = None
     cached_len: int | None = None
-    num_failovers: int = 0
+    resubmitted_at: float | None = None
+    """When the turn was sent to another worker, until its next token came."""
 
     @property
     def key(self) -> str:
@@ -240,6 +241,9 @@ class Gateway:
             if chunk.finish_reason:
                 chunk.text += output.finish(chunk.matched if isinstance(chunk.matched, str) else None)
             now = time.monotonic()
+            if chunk.tokens and turn.resubmitted_at is not None:
+                self.metrics.failover.labels("first_token").observe(now - turn.resubmitted_at)
+                turn.resubmitted_at = None
             if chunk.tokens:
                 self.metrics.saw_tokens(len(chunk.tokens), now - (last_token_at or started), last_token_at is None)
                 last_token_at = now
@@ -336,12 +340,13 @@ class Gateway:
         """The turn's worker is gone: give the session another owner and replay what the journal has."""
         assert turn.link is not None
         lost, began = turn.link.name, time.monotonic()
-        turn.num_failovers += 1
         turn.link = None
         await self._place(turn, move=True)
         assert turn.link is not None
         self.metrics.failovers.inc()
         inbox = self._submit(turn, full=True)
+        turn.resubmitted_at = time.monotonic()
+        self.metrics.failover.labels("place").observe(turn.resubmitted_at - began)
         log.warning(
             "turn %s of session %s moved from %s to %s at token %d in %.1f ms",
             turn.request.turn_id,

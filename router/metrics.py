@@ -24,6 +24,13 @@ class Metrics:
         self.tokens = Counter("holdfast_output_tokens", "Tokens shown to clients", registry=r)
         self.rejected = Counter("holdfast_rejected_turns", "Turns refused with 429", registry=r)
         self.failovers = Counter("holdfast_failovers", "Live turns moved off a lost worker", registry=r)
+        self.failover = Histogram(
+            "holdfast_failover_seconds",
+            "Stages of a failover: place (choose and journal the new pin), first_token (submit to next token)",
+            ["stage"],
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
         self.ttft = Histogram(
             "holdfast_time_to_first_token_seconds", "From request to first token", buckets=TTFT_BUCKETS, registry=r
         )

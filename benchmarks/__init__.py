@@ -1,0 +1,1 @@
+"""Figures, printed and kept as data in ``benchmarks/results``. Ratios come from one run."""

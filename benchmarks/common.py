@@ -1,0 +1,64 @@
+"""What the benchmarks share: a cluster to measure, and where results go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from cluster.config import Config
+from cluster.supervisor import Cluster, connect
+from workers.config import BUNDLED_MODEL
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(name: str, figures: dict[str, Any]) -> None:
+    """Print the figures and keep them, with what they were measured on."""
+    machine = {"cores": os.cpu_count(), "cpu": platform.machine(), "torch": torch.__version__}
+    text = json.dumps({"machine": machine} | figures, indent=2)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` % of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+@contextmanager
+def long_context_model(context_len: int) -> Iterator[Path]:
+    """The bundled model with a longer context: its speed is what counts here, not what it says."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        model = Path(folder) / "holdfast-tiny"
+        shutil.copytree(BUNDLED_MODEL, model)
+        config = json.loads((model / "config.json").read_text())
+        config["max_position_embeddings"] = context_len
+        (model / "config.json").write_text(json.dumps(config))
+        yield model
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Cluster]:
+    """A cluster on this machine, on free ports, with a journal of its own."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        config = Config(port=0, grpc_port=0, device="cpu", journal_path=Path(folder) / "journal.db", **settings)
+        connect(config)
+        cluster = Cluster(config)
+        try:
+            await cluster.start()
+            yield cluster
+        finally:
+            await cluster.stop()
+            ray.shutdown()

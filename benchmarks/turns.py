@@ -1,0 +1,139 @@
+"""The cost of turn N: pinned session, full history resent over the prefix cache, and no cache.
+
+4 sessions x 300 turns, 16 tokens in and 8 out. The sessions of a mode run at once. Without a cache
+only the turns that are reported are run: each computes its whole history and none depends on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+
+import grpc
+import httpx
+
+from benchmarks.common import long_context_model, save, serving
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+
+SESSIONS, TURNS, TOKENS_IN, TOKENS_OUT = 4, 300, 16, 8
+EARLY, LATE = range(1, 11), range(TURNS - 10, TURNS)
+"""Turns 2-11 and the last 10, counted from 0."""
+
+
+def input_of(session: int, turn: int) -> list[int]:
+    return [10 + (session * 7919 + turn * 31 + i * 17) % 2000 for i in range(TOKENS_IN)]
+
+
+class Run:
+    """One mode's turns: seconds of each, and seconds between its output tokens."""
+
+    def __init__(self, stub: session_pb2_grpc.SessionServiceStub) -> None:
+        self._stub = stub
+        self.turn_s: dict[int, list[float]] = {}
+        self.step_s: dict[int, list[float]] = {}
+        self.cached: dict[int, list[int]] = {}
+
+    async def turn(self, turn: int, session_id: str, tokens: list[int]) -> list[int]:
+        sampling = pb.Sampling(max_tokens=TOKENS_OUT, ignore_eos=True)
+        request = pb.GenerateRequest(session_id=session_id, tokens=pb.TokenIds(ids=tokens), sampling=sampling)
+        output: list[int] = []
+        began = last = time.perf_counter()
+        async for answer in self._stub.Generate(request):
+            now = time.perf_counter()
+            if output:
+                self.step_s.setdefault(turn, []).append(now - last)
+            last = now
+            output += answer.tokens
+        self.turn_s.setdefault(turn, []).append(last - began)
+        self.cached.setdefault(turn, []).append(answer.cached_tokens)
+        return output
+
+    def mean_ms(self, turns: range) -> float:
+        return 1000 * statistics.mean(t for turn in turns for t in self.turn_s[turn])
+
+    def step_ms(self, turns: range) -> float:
+        return 1000 * statistics.mean(t for turn in turns for t in self.step_s[turn])
+
+
+async def play(
+    run: Run, turns: list[int], request: Callable[[int, int], tuple[str, list[int]]], keep: Callable
+) -> None:
+    async def session(number: int) -> None:
+        for turn in turns:
+            session_id, tokens = request(number, turn)
+            keep(number, turn, await run.turn(turn, session_id, tokens))
+
+    await asyncio.gather(*(session(number) for number in range(SESSIONS)))
+
+
+async def measure() -> dict[str, object]:
+    with long_context_model(16_384) as model:
+        async with serving(workers=1, model=model, max_total_tokens=160_000, threads_per_worker=2) as cluster:
+            channel = grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://"))
+            stub = session_pb2_grpc.SessionServiceStub(channel)
+            histories: list[list[list[int]]] = [[[]] for _ in range(SESSIONS)]
+
+            def remember(number: int, turn: int, output: list[int]) -> None:
+                histories[number].append(histories[number][turn] + input_of(number, turn) + output)
+
+            pinned, resent, uncached = Run(stub), Run(stub), Run(stub)
+            await play(pinned, list(range(TURNS)), lambda n, t: (f"s{n}", input_of(n, t)), remember)
+            for number in range(SESSIONS):
+                await stub.Release(pb.ReleaseRequest(session_id=f"s{number}"))
+
+            def whole(number: int, turn: int) -> tuple[str, list[int]]:
+                return "", histories[number][turn] + input_of(number, turn)
+
+            def same(number: int, turn: int, output: list[int]) -> None:
+                expected = histories[number][turn + 1][-TOKENS_OUT:]
+                assert output == expected, f"session {number} turn {turn}: other tokens than pinned"
+
+            async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+                await http.post("/flush_cache")
+                await play(resent, list(range(TURNS)), whole, same)
+
+                def whole_uncached(number: int, turn: int) -> tuple[str, list[int]]:
+                    # A first token that nobody used before: no prefix of it can be cached.
+                    session_id, tokens = whole(number, turn)
+                    return session_id, [2010 + number, turn, *tokens[2:]]
+
+                for turn in [*EARLY, *LATE]:
+                    await http.post("/flush_cache")
+                    await play(uncached, [turn], whole_uncached, lambda n, t, o: None)
+            await channel.close()
+    modes = {"pinned session": pinned, "full history resent": resent, "no cache": uncached}
+    # A turn is one step for its input and TOKENS_OUT - 1 decodes; all of them attend to the history.
+    growth_ms = TOKENS_OUT * (pinned.step_ms(LATE) - pinned.step_ms(EARLY))
+    late, early = pinned.mean_ms(LATE), pinned.mean_ms(EARLY)
+    return {
+        "what": f"{SESSIONS} sessions x {TURNS} turns, {TOKENS_IN} in, {TOKENS_OUT} out, page size 16",
+        "ms of a turn": {
+            name: {
+                "turns 2-11": round(run.mean_ms(EARLY), 2),
+                "last 10": round(run.mean_ms(LATE), 2),
+                "last 10 over turns 2-11": round(run.mean_ms(LATE) / run.mean_ms(EARLY), 2),
+                "tokens computed in the last turn": round(
+                    TURNS * (TOKENS_IN + TOKENS_OUT) - TOKENS_OUT - statistics.mean(run.cached[TURNS - 1])
+                ),
+            }
+            for name, run in modes.items()
+        },
+        "ms of a decode step": {
+            "turns 2-11": round(pinned.step_ms(EARLY), 2),
+            "last 10": round(pinned.step_ms(LATE), 2),
+        },
+        "pinned growth less attention's": round((late - growth_ms) / early, 2),
+        "full history resent over pinned, last 10": round(resent.mean_ms(LATE) / late, 2),
+        "no cache over pinned, last 10": round(uncached.mean_ms(LATE) / late, 2),
+    }
+
+
+def main() -> None:
+    save("turns", asyncio.run(measure()))
+
+
+if __name__ == "__main__":
+    main()
