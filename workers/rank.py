@@ -10,6 +10,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
+from workers.kernels.paged_attention import plan_attention
 from workers.kv import SessionCache
 from workers.models import ForwardBatch, KVPool, ModelConfig, load_decoder
 from workers.models.config import DTYPES
@@ -76,7 +77,7 @@ class Rank:
         self.cache.finish_copies(len(step.copies))
 
     def _batch(self, work: list[Work], wanted: list[range]) -> ForwardBatch:
-        size = self.cache.page_size
+        size, model = self.cache.page_size, self.model_config
         counts = [w.count for w in work]
         context_lens = [w.start + w.count for w in work]
         tokens = torch.tensor([t for w in work for t in w.turn.tokens[w.start : w.start + w.count]])
@@ -97,8 +98,9 @@ class Rank:
             positions=positions,
             write_slots=pages * size + positions % size,
             tables=tables,
-            query_lens=counts,
-            context_lens=context_lens,
+            attention=plan_attention(
+                counts, context_lens, model.num_heads // model.num_kv_heads, self.dtype, self.device
+            ),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
         )
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
+from workers.kernels.paged_attention import plan_attention
 from workers.kv import SessionCache
 from workers.kv.sessions import new_tokens
 from workers.models import Decoder, ForwardBatch, KVPool, ModelConfig, load_decoder
 
 PAGE_SIZES = [1, 4, 16, 64]
+CPU = torch.device("cpu")
 CHUNKS = [None, 1, 7, 16]
 
 
@@ -36,7 +38,7 @@ class PagedModel:
         self.tokens.extend(tokens)
         start = self.cache.resume("s", "turn", self.tokens, 0)
         self.cache.extend("s", len(tokens))
-        slot = self.cache.slots["s"]
+        slot, config = self.cache.slots["s"], self.decoder.config
         positions = torch.arange(start, start + len(tokens))
         table = torch.tensor(slot.pages)
         batch = ForwardBatch(
@@ -44,8 +46,9 @@ class PagedModel:
             positions=positions,
             write_slots=table[positions // self.page_size] * self.page_size + positions % self.page_size,
             tables=table[None].to(torch.int32),
-            query_lens=[len(tokens)],
-            context_lens=[start + len(tokens)],
+            attention=plan_attention(
+                [len(tokens)], [start + len(tokens)], config.num_heads // config.num_kv_heads, self.decoder.dtype, CPU
+            ),
             logit_rows=torch.arange(len(tokens)),
         )
         with torch.inference_mode():
@@ -57,7 +60,8 @@ class PagedModel:
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, make_checkpoint(request.param, folder)
+    reference = make_checkpoint(request.param, folder)
+    return folder, reference, load(folder)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -68,8 +72,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda c: f"chunk-{c or 'all'}")
 def test_fp32_logits_of_prefill_and_decode(checkpoint, page_size: int, chunk: int | None) -> None:
-    folder, reference = checkpoint
-    decoder = load(folder)
+    _, reference, decoder = checkpoint
     for prompt_len in (3, 90):
         ids = torch.randint(0, 199, (prompt_len + 12,), generator=torch.Generator().manual_seed(prompt_len))
         with torch.no_grad():
@@ -83,9 +86,8 @@ def test_fp32_logits_of_prefill_and_decode(checkpoint, page_size: int, chunk: in
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_bf16_greedy_tokens_where_the_margin_is_clear(checkpoint, page_size: int) -> None:
-    folder, reference = checkpoint
+    folder, reference, exact = checkpoint
     decoder = load(folder, torch.bfloat16)
-    exact = load(folder)
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = reference.to(torch.bfloat16)(ids[None]).logits[0].float()

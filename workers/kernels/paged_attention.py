@@ -11,6 +11,7 @@ of its ``context_lens[i]`` tokens, and its pages stand in row ``i`` of ``tables`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,72 +48,98 @@ def paged_attention_reference(
     return out
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    scale: float,
-) -> Tensor:
-    """The same as ``paged_attention_reference``, by gathered pages and fused attention.
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What is the same in all layers of a step: made once, used in each."""
 
-    Decodes (one query each) go as one padded batch when their lengths are close enough for the
-    padding to cost less than a call each; longer queries go one sequence at a time.
-    """
-    num_decodes = len(query_lens) if max(query_lens) == 1 else 0
-    if num_decodes > 1 and max(context_lens) * num_decodes <= 2 * sum(context_lens):
-        return _decode_batch(q, k_pages, v_pages, tables, context_lens, scale)
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    as_one_batch: bool
+    """All sequences bring one query, and are close enough in length to be padded to the longest."""
+    masks: Sequence[Tensor | None]
+    """One for the batch, or one for each sequence; None where nothing is to be hidden, or where the
+    whole context is new and plain causal attention does it."""
+
+
+def plan_attention(
+    query_lens: Sequence[int], context_lens: Sequence[int], group: int, dtype: torch.dtype, device: torch.device
+) -> AttentionPlan:
+    """The plan for a batch. ``group``: query heads per KV head."""
+    num, longest = len(query_lens), max(context_lens)
+    # Padding reads KV that is not needed; a call for each sequence costs its overhead.
+    if num > 1 and max(query_lens) == 1 and longest * num <= 2 * sum(context_lens):
+        mask = None
+        if min(context_lens) != longest:
+            lens = torch.tensor(context_lens, device=device)
+            mask = (torch.arange(longest, device=device)[None, :] < lens[:, None])[:, None, None, :]
+        return AttentionPlan(query_lens, context_lens, True, [mask])
+    masks = [
+        _extend_mask(query_len, context_len, group, dtype, device) if 1 < query_len < context_len else None
+        for query_len, context_len in zip(query_lens, context_lens, strict=True)
+    ]
+    return AttentionPlan(query_lens, context_lens, False, masks)
+
+
+def _extend_mask(query_len: int, context_len: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask ``[group * query_len, context_len]``: query i sees positions up to its own."""
+    mask = torch.zeros(query_len, context_len, dtype=dtype, device=device)
+    hidden = torch.ones(query_len, query_len, dtype=torch.bool, device=device).triu(1)
+    mask[:, context_len - query_len :].masked_fill_(hidden, -torch.inf)
+    return mask.repeat(group, 1)
+
+
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """The same as ``paged_attention_reference``, by gathered pages and fused attention."""
+    if plan.as_one_batch:
+        return _decode_batch(q, k_pages, v_pages, tables, plan, scale)
     out, start = torch.empty_like(q), 0
-    for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        end = start + query_len
-        out[start:end] = _one_sequence(q[start:end], k_pages, v_pages, tables[row], context_len, scale)
+    for row, query_len in enumerate(plan.query_lens):
+        end, context_len = start + query_len, plan.context_lens[row]
+        out[start:end] = _one_sequence(q[start:end], k_pages, v_pages, tables[row], context_len, plan.masks[row], scale)
         start = end
     return out
 
 
 def _gather(pages: Tensor, table: Tensor) -> Tensor:
-    """Rows of pages as contiguous positions: ``[..., n * page_size, kv_heads, head_dim]``."""
-    picked = pages.index_select(0, table.reshape(-1))
+    """Rows of pages as contiguous positions: ``[..., n * page_size, kv_heads, head_dim]``.
+
+    Pages are picked as flat rows: torch copies those as blocks, several times faster on CPU.
+    """
+    picked = pages.view(pages.shape[0], -1).index_select(0, table.reshape(-1))
     return picked.view(*table.shape[:-1], -1, *pages.shape[2:])
 
 
-def _one_sequence(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, context_len: int, scale: float) -> Tensor:
+def _one_sequence(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, context_len: int, mask: Tensor | None, scale: float
+) -> Tensor:
     query_len, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
     group = heads // kv_heads
     table = table[: -(-context_len // page_size)]
     k = _gather(k_pages, table)[:context_len].transpose(0, 1)  # [kv_heads, context, head_dim]
     v = _gather(v_pages, table)[:context_len].transpose(0, 1)
-    if query_len == 1:
-        # The heads that share a KV head are its queries: no copy of K and V per head.
-        grouped = q.view(1, kv_heads, group, head_dim)
-        return scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(1, heads, head_dim)
-    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    mask = None
-    if query_len != context_len:
-        positions = torch.arange(context_len, device=q.device)
-        mask = positions[None, :] <= positions[context_len - query_len :, None]
-    out = scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    return out[0].transpose(0, 1)
+    if mask is None and query_len > 1:
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        out = scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale)
+        return out[0].transpose(0, 1)
+    # The heads that share a KV head are more queries to it: no copy of K and V per head.
+    grouped = q.view(query_len, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    grouped = grouped.reshape(1, kv_heads, group * query_len, head_dim)
+    out = scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask, scale=scale)
+    return out.view(kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3).reshape(query_len, heads, head_dim)
 
 
 def _decode_batch(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, context_lens: Sequence[int], scale: float
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
     batch, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
-    longest = max(context_lens)
+    longest = max(plan.context_lens)
     tables = tables[:, : -(-longest // page_size)]
     k = _gather(k_pages, tables)[:, :longest].transpose(1, 2)
     v = _gather(v_pages, tables)[:, :longest].transpose(1, 2)
-    mask = None
-    if min(context_lens) != longest:
-        lens = torch.tensor(context_lens, device=q.device)
-        mask = (torch.arange(longest, device=q.device)[None, :] < lens[:, None])[:, None, None, :]
     grouped = q.view(batch, kv_heads, heads // kv_heads, head_dim)
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(grouped, k, v, attn_mask=plan.masks[0], scale=scale)
     return out.reshape(batch, heads, head_dim)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from workers.kernels.paged_attention import paged_attention
+from workers.kernels.paged_attention import AttentionPlan, paged_attention
 from workers.models.config import ModelConfig
 from workers.models.rope import apply_rope, rope_table
 
@@ -62,8 +62,7 @@ class ForwardBatch:
     """int64 ``[tokens]``: where each token's KV goes, ``page * page_size + offset``"""
     tables: Tensor
     """int32 ``[sequences, max_pages]``"""
-    query_lens: Sequence[int]
-    context_lens: Sequence[int]
+    attention: AttentionPlan
     logit_rows: Tensor
     """int64 ``[samples]``: which tokens' logits are wanted"""
 
@@ -136,7 +135,5 @@ class Decoder:
             k = rms_norm(k, k.shape[-1:], layer.k_norm, c.norm_eps)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         kv.write(index, batch.write_slots, k, v)
-        out = paged_attention(
-            q, kv.k[index], kv.v[index], batch.tables, batch.query_lens, batch.context_lens, c.head_dim**-0.5
-        )
+        out = paged_attention(q, kv.k[index], kv.v[index], batch.tables, batch.attention, c.head_dim**-0.5)
         return linear(out.reshape(-1, q_size), layer.o, layer.o_bias)

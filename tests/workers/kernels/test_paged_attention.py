@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.kernels.paged_attention import paged_attention, paged_attention_reference
+from workers.kernels.paged_attention import paged_attention, paged_attention_reference, plan_attention
 
 CASES = {
     "one decode": ([1], [9]),
@@ -29,5 +29,7 @@ def test_equals_the_reference(case: str, kv_heads: int, page_size: int) -> None:
     q = torch.randn(sum(query_lens), 4, 8, generator=g)
     order = torch.randperm(num_pages, generator=g)[: len(query_lens) * max_pages]
     tables = order.view(len(query_lens), max_pages).to(torch.int32)
-    args = (q, k, v, tables, query_lens, context_lens, 8**-0.5)
-    torch.testing.assert_close(paged_attention(*args), paged_attention_reference(*args), atol=2e-6, rtol=2e-5)
+    plan = plan_attention(query_lens, context_lens, 4 // kv_heads, torch.float32, torch.device("cpu"))
+    got = paged_attention(q, k, v, tables, plan, 8**-0.5)
+    expected = paged_attention_reference(q, k, v, tables, query_lens, context_lens, 8**-0.5)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)

@@ -1,0 +1,96 @@
+"""The scheduler on its own, with a device that is played: every turn ends, no page is lost."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import PromptTooLong, QueueFull, SessionBusy
+from workers.kv import Outcome, SessionCache
+from workers.kv.sessions import new_tokens
+from workers.scheduling import SamplingParams, Scheduler, SchedulerLimits, Step, Turn
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # session
+        st.integers(1, 40),  # input tokens
+        st.integers(1, 12),  # output tokens
+        st.integers(0, 6),  # steps until the next arrival
+        st.booleans(),  # aborted on the way
+    ),
+    max_size=20,
+)
+
+
+class Played:
+    """Runs steps: copies are done, sampled tokens are made up from what was computed."""
+
+    def __init__(self, page_size: int, num_pages: int, step_tokens: int) -> None:
+        self.cache = SessionCache(num_pages, page_size, max_slots=8)
+        limits = SchedulerLimits(context_len=64, step_tokens=step_tokens, max_running=4, max_waiting=6)
+        self.scheduler = Scheduler(self.cache, limits)
+        self.waited: dict[str, int] = {}
+
+    def step(self) -> Step:
+        step = self.scheduler.plan()
+        assert sum(w.count for w in step.work) <= max(self.scheduler.limits.step_tokens, len(self.scheduler.running))
+        self.cache.finish_copies(len(step.copies))
+        for work in step.work:
+            slot = self.cache.slots[work.turn.session_id]
+            assert work.start == slot.committed_len and work.start + work.count <= slot.allocated_len
+            self.scheduler.commit(work)
+            if work.samples:
+                work.turn.tokens.append(sum(work.turn.tokens) % 5)
+                if work.turn.num_output >= work.turn.params.max_tokens:
+                    self.scheduler.finish(work.turn, Outcome.COMPLETED)
+        report = self.cache.audit()
+        assert report.ok, report
+        return step
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    page_size=st.sampled_from([1, 4, 16]),
+    tokens=st.integers(48, 160),
+    step_tokens=st.integers(4, 40),
+)
+def test_every_turn_ends_and_no_page_is_lost(arrivals: list, page_size: int, tokens: int, step_tokens: int) -> None:
+    played = Played(page_size, -(-tokens // page_size) + 1, step_tokens)
+    scheduler, ended = played.scheduler, 0
+    for number, (session, size, output, pause, aborted) in enumerate(arrivals):
+        params = SamplingParams(max_tokens=output)
+        turn = Turn(f"t{number}", f"s{session}", "", new_tokens([session] * size), size, 0, params)
+        try:
+            scheduler.submit(turn)
+        except (SessionBusy, QueueFull, PromptTooLong):
+            continue
+        ended += 1
+        for _ in range(pause):
+            played.step()
+        if aborted:
+            scheduler.finish(turn, Outcome.ABORTED)
+            scheduler.finish(turn, Outcome.ABORTED)
+    for _ in range(4000):
+        if not scheduler.turns:
+            break
+        step = played.step()
+        assert step.work, "turns are there, yet nothing runs"
+    assert not scheduler.turns and not scheduler.waiting and not scheduler.running
+    for session_id in list(played.cache.slots):
+        played.cache.release_session(session_id)
+    played.cache.flush()
+    assert played.cache.pool.num_free == played.cache.pool.num_pages
+
+
+def test_refused_turns_leave_nothing() -> None:
+    played = Played(4, 16, 8)
+    state = list(played.cache.pool.refcounts)
+    for size in (64, 100):
+        try:
+            played.scheduler.submit(Turn("t", "s", "", new_tokens([1] * size), size, 0, SamplingParams()))
+        except PromptTooLong as error:
+            assert "maximum allowed length" in error.message
+        else:
+            raise AssertionError("it was accepted")
+    assert state == played.cache.pool.refcounts and not played.cache.slots
