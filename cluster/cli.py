@@ -108,7 +108,8 @@ def _print(rows: list[dict[str, Any]], columns: dict[str, str], as_json: bool) -
     table = Table(*columns.values())
     for row in rows:
         table.add_row(*(str(row.get(key, "")) for key in columns))
-    Console().print(table)
+    # Piped output is not cut to a terminal's width.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 @cli.command()

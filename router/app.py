@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -15,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.errors import ConfigError, HoldfastError, InvalidRequest
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.config import RouterConfig
@@ -111,6 +114,27 @@ def _as_dict(message: Any) -> dict[str, Any]:
     return fields
 
 
+class _HttpServer(uvicorn.Server):
+    """Signals are the process's own business: several servers live in it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The HTTP port, bound before anything starts: uvicorn would end the process if it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"port: {port} of {host} cannot be bound: {error.strerror}") from None
+    return listener
+
+
 class RouterServer:
     """One router. ``start`` serves, ``set_workers`` tells it whom to use, ``stop`` ends it."""
 
@@ -133,28 +157,26 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection(names, self._grpc)
-        grpc_port = self._grpc.add_insecure_port(f"{self.config.host}:{self.config.grpc_port}")
+        listener = _listen(self.config.host, self.config.port)
+        try:
+            grpc_port = self._grpc.add_insecure_port(f"{self.config.host}:{self.config.grpc_port}")
+        except RuntimeError:
+            raise ConfigError(f"grpc_port: {self.config.grpc_port} of {self.config.host} cannot be bound") from None
         await self._grpc.start()
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         settings = uvicorn.Config(
             http_app(self.gateway),
-            host=self.config.host,
-            port=self.config.port,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=round(self.config.drain_timeout_s),
             lifespan="off",
         )
-        self._http = uvicorn.Server(settings)
-        self._http_task = asyncio.create_task(self._http._serve())
+        self._http = _HttpServer(settings)
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started:
-            if self._http_task.done():
-                await self._http_task
-                raise HoldfastError(f"port {self.config.port} of {self.config.host} cannot be served")
             await asyncio.sleep(0.01)
-        http_port = self._http.servers[0].sockets[0].getsockname()[1]
-        return http_port, grpc_port
+        return listener.getsockname()[1], grpc_port
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         await self.gateway.set_workers(workers)

@@ -150,6 +150,8 @@ class Gateway:
         if self._num_turns >= self.config.max_live_turns:
             self.metrics.rejected.inc()
             raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
+        if request.turn_id in self._live:
+            raise InvalidRequest(f"request id {request.turn_id} is that of a request that runs")
         self._num_turns += 1
         session = None
         try:
@@ -205,7 +207,7 @@ class Gateway:
             raise PromptTooLong(
                 f"the input of {len(tokens)} tokens exceeds the maximum allowed length of {self.context_len - 1} tokens"
             )
-        if self.vocab_size and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+        if self.vocab_size and ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}")
         if not request.sampling.HasField("seed"):
             # Drawn here, not by the worker, so that a replay elsewhere goes on with the same noise.

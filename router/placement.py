@@ -11,6 +11,8 @@ CHUNK_TOKENS = 64
 """Prefixes are remembered in steps of so many tokens: coarse enough to be small, fine enough to steer."""
 MAX_CHUNKS = 65_536
 """About 10 MB; the least recently used go first."""
+MAX_PREFIX_CHUNKS = 64
+"""Of a prompt's first 4096 tokens: what sessions share comes first, and a turn's cost must not grow."""
 MAX_KEYS = 16_384
 TURN_COST_TOKENS = 256
 """What a live turn on a worker is taken to cost a newcomer, in prefill tokens: shares its steps."""
@@ -87,7 +89,8 @@ class Placement:
 
 def _chunk_digests(tenant: str, tokens: array[int]) -> list[bytes]:
     digests, digest = [], hashlib.blake2b(tenant.encode(), digest_size=16).digest()
-    for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+    end = min(len(tokens), MAX_PREFIX_CHUNKS * CHUNK_TOKENS)
+    for start in range(0, end - CHUNK_TOKENS + 1, CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS].tobytes()
         digest = hashlib.blake2b(digest + chunk, digest_size=16).digest()
         digests.append(digest)

@@ -174,8 +174,6 @@ def _turn_request(gateway: Gateway, body: GenerateBody, tenant: str) -> TurnRequ
         queue=False,
     )
     if body.rid:
-        if body.rid in gateway.live_turns():
-            raise InvalidRequest(f"rid {body.rid} is the id of a request that runs")
         request.turn_id = body.rid
     return request
 

@@ -30,6 +30,8 @@ from workers.scheduling import Finish, SamplingParams, Scheduler, SchedulerLimit
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5
+MAX_EPOCHS = 65_536
+"""Sessions whose epoch is remembered. The journal fences all the same; this only refuses sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +300,10 @@ class Leader:
             tokens, keep_len = prefix + tokens, submission.prefix_len
         elif slot is not None:
             keep_len = common_prefix_len(slot.tokens, tokens)
-        highest = max(tokens, default=-1)
-        if not tokens or min(tokens) < 0 or highest >= self.rank.model_config.vocab_size:
-            vocab_size = self.rank.model_config.vocab_size
+        vocab_size = self.rank.model_config.vocab_size
+        # The prefix was checked when it came.
+        new = submission.tokens
+        if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
             raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
         turn = Turn(
             turn_id=submission.turn_id,
@@ -315,6 +318,8 @@ class Leader:
         self.scheduler.submit(turn)
         if not submission.ephemeral:
             self._epochs[submission.session_id] = submission.epoch
+            if len(self._epochs) > MAX_EPOCHS:
+                del self._epochs[next(iter(self._epochs))]
         self.counters["turns"] += 1
         return turn
 
