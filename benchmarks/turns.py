@@ -1,7 +1,8 @@
 """The cost of turn N: pinned session, full history resent over the prefix cache, and no cache.
 
-4 sessions x 300 turns, 16 tokens in and 8 out. The sessions of a mode run at once. Without a cache
-only the turns that are reported are run: each computes its whole history and none depends on another.
+4 sessions x 300 turns, 16 tokens in and 8 out, the sessions taking turns one after another: a turn that
+joins a batch waits for the step under way, which is not its own cost. Without a cache only the reported
+turns of one session are run: each computes its whole history and none depends on another.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 import httpx
@@ -59,14 +60,16 @@ class Run:
 
 
 async def play(
-    run: Run, turns: list[int], request: Callable[[int, int], tuple[str, list[int]]], keep: Callable
+    run: Run,
+    turns: Iterable[int],
+    sessions: int,
+    request: Callable[[int, int], tuple[str, list[int]]],
+    keep: Callable[[int, int, list[int]], None],
 ) -> None:
-    async def session(number: int) -> None:
-        for turn in turns:
+    for turn in turns:
+        for number in range(sessions):
             session_id, tokens = request(number, turn)
             keep(number, turn, await run.turn(turn, session_id, tokens))
-
-    await asyncio.gather(*(session(number) for number in range(SESSIONS)))
 
 
 async def measure() -> dict[str, object]:
@@ -80,7 +83,7 @@ async def measure() -> dict[str, object]:
                 histories[number].append(histories[number][turn] + input_of(number, turn) + output)
 
             pinned, resent, uncached = Run(stub), Run(stub), Run(stub)
-            await play(pinned, list(range(TURNS)), lambda n, t: (f"s{n}", input_of(n, t)), remember)
+            await play(pinned, range(TURNS), SESSIONS, lambda n, t: (f"s{n}", input_of(n, t)), remember)
             for number in range(SESSIONS):
                 await stub.Release(pb.ReleaseRequest(session_id=f"s{number}"))
 
@@ -93,7 +96,7 @@ async def measure() -> dict[str, object]:
 
             async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
                 await http.post("/flush_cache")
-                await play(resent, list(range(TURNS)), whole, same)
+                await play(resent, range(TURNS), SESSIONS, whole, same)
 
                 def whole_uncached(number: int, turn: int) -> tuple[str, list[int]]:
                     # A first token that nobody used before: no prefix of it can be cached.
@@ -102,7 +105,7 @@ async def measure() -> dict[str, object]:
 
                 for turn in [*EARLY, *LATE]:
                     await http.post("/flush_cache")
-                    await play(uncached, [turn], whole_uncached, lambda n, t, o: None)
+                    await play(uncached, [turn], 1, whole_uncached, lambda n, t, o: None)
             await channel.close()
     modes = {"pinned session": pinned, "full history resent": resent, "no cache": uncached}
     # A turn is one step for its input and TOKENS_OUT - 1 decodes; all of them attend to the history.
