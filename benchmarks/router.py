@@ -19,10 +19,15 @@ from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
 from holdfast.wire import pack_tokens
 from router.journal import SqliteJournal
 
-PROMPT, ROUNDS = list(range(100, 132)), 300
+PROMPT_LEN, ROUNDS = 32, 300
 STREAMS, STREAM_TOKENS = 16, 400
 JOURNAL_SESSIONS, JOURNAL_APPENDS = 16, 200
 SAMPLING = pb.Sampling(max_tokens=1, ignore_eos=True)
+
+
+def prompt(number: int) -> list[int]:
+    """Another first token each time, so that every turn computes its whole prompt, in all modes."""
+    return [100 + number, *range(1000, 1000 + PROMPT_LEN - 1)]
 
 
 async def direct_ms(address: str) -> list[float]:
@@ -33,8 +38,8 @@ async def direct_ms(address: str) -> list[float]:
             submit = worker_pb2.Submit(
                 turn_id=f"t{i}",
                 session_id=f"turn-t{i}",
-                tokens=pack_tokens(array("i", PROMPT)),
-                prompt_len=len(PROMPT),
+                tokens=pack_tokens(array("i", prompt(i))),
+                prompt_len=PROMPT_LEN,
                 sampling=SAMPLING,
                 ephemeral=True,
             )
@@ -49,9 +54,9 @@ async def direct_ms(address: str) -> list[float]:
 
 async def grpc_ms(stub: session_pb2_grpc.SessionServiceStub, session: str) -> list[float]:
     times = []
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
         # In a session: rewound each time, so that each turn is the same and is journaled.
-        request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=PROMPT), sampling=SAMPLING)
+        request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=prompt(i)), sampling=SAMPLING)
         if session and times:
             request.rewind_to = 0
         began = time.perf_counter()
@@ -63,8 +68,8 @@ async def grpc_ms(stub: session_pb2_grpc.SessionServiceStub, session: str) -> li
 
 async def http_ms(http: httpx.AsyncClient) -> list[float]:
     times = []
-    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
+        body = {"prompt": prompt(i), "max_tokens": 1, "temperature": 0}
         began = time.perf_counter()
         (await http.post("/v1/completions", json=body)).raise_for_status()
         times.append(1000 * (time.perf_counter() - began))
@@ -95,10 +100,10 @@ async def journal_cost(durability: str) -> dict[str, float]:
 
         async def session(i: int) -> None:
             await journal.open(f"s{i}", "")
-            await journal.begin_turn(f"s{i}", 0, "t", 0, array("i", PROMPT))
+            await journal.begin_turn(f"s{i}", 0, "t", 0, array("i", prompt(i)))
             for n in range(JOURNAL_APPENDS):
                 began = time.perf_counter()
-                await journal.append(f"s{i}", 0, "t", len(PROMPT) + n, [n])
+                await journal.append(f"s{i}", 0, "t", PROMPT_LEN + n, [n])
                 times.append(1000 * (time.perf_counter() - began))
 
         began = time.perf_counter()
@@ -123,8 +128,11 @@ async def measure_latency(cluster: Cluster) -> dict[str, object]:
         async with httpx.AsyncClient(base_url=cluster.url) as http:
             for warm_up in (direct_ms(address), grpc_ms(stub, ""), http_ms(http)):
                 await warm_up
-            direct = await direct_ms(address)
-            plain, session, web = await grpc_ms(stub, ""), await grpc_ms(stub, "s"), await http_ms(http)
+            figures = []
+            for mode in (direct_ms(address), grpc_ms(stub, ""), grpc_ms(stub, "s"), http_ms(http)):
+                await http.post("/flush_cache")
+                figures.append(await mode)
+            direct, plain, session, web = figures
         return {
             "one-token turn, directly at the worker": {f"p{p} ms": round(percentile(direct, p), 2) for p in (50, 99)},
             "added by the router": {

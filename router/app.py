@@ -125,7 +125,8 @@ class _HttpServer(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     """The HTTP port, bound before anything starts: uvicorn would end the process if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # The protocol is named because asyncio switches Nagle's delay off only where it reads TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
