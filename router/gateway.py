@@ -238,7 +238,14 @@ class Gateway:
                 continue
             if update.error_code:
                 raise error_from_code(update.error_code, update.error_message)
-            chunk = await self._take(turn, update)
+            try:
+                chunk = await self._take(turn, update)
+                if chunk.finish_reason in ("stop", "length"):
+                    await self._complete(turn)
+            except SessionReleased:
+                # The tombstone overtook the turn: it is ended, and says so as any ended turn does.
+                self._aborted.add(request.turn_id)
+                continue
             chunk.text = output.push(chunk.tokens)
             if chunk.finish_reason:
                 chunk.text += output.finish(chunk.matched if isinstance(chunk.matched, str) else None)
@@ -249,8 +256,6 @@ class Gateway:
             if chunk.tokens:
                 self.metrics.saw_tokens(len(chunk.tokens), now - (last_token_at or started), last_token_at is None)
                 last_token_at = now
-            if chunk.finish_reason in ("stop", "length"):
-                await self._complete(turn)
             if chunk.finish_reason:
                 self.metrics.turns.labels(chunk.finish_reason).inc()
             yield chunk

@@ -84,6 +84,15 @@ async def test_release_ends_a_running_turn(stub: Stub) -> None:
     assert (await rest_of(call))[-1] == "abort"
 
 
+async def test_turn_that_a_tombstone_overtakes_ends_as_aborted(stub: Stub, cluster: Harness) -> None:
+    """The journal knows of the release before the turn does: as when another router wrote it."""
+    await run(stub, turn("s", [100]))
+    call = stub.Generate(turn("s", [100], max_tokens=3000))
+    await call.read()
+    await cluster.router.gateway.journal.release("s", "")
+    assert (await rest_of(call))[-1] == "abort"
+
+
 async def test_release_after_turn_waits_for_it(stub: Stub) -> None:
     call = stub.Generate(turn("s", [100], max_tokens=200))
     await call.read()
