@@ -64,8 +64,8 @@ async def _serve(config: Config) -> None:
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    cluster = Cluster(config)
     connect(config)
+    cluster = Cluster(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:

@@ -31,11 +31,17 @@ RESTART_PAUSE_S = 1.0
 
 
 def connect(config: Config) -> None:
-    """Join the Ray cluster of ``config.address``, or start one on this machine."""
+    """Join the Ray cluster of ``config.address``, or start one on this machine. Raises ConfigError."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
     if config.address is not None:
-        ray.init(address=config.address, **common)
+        if config.address.startswith((LOOPBACK, "localhost")):
+            # Ray would take this machine's outward address for its own, and look for the cluster there.
+            common["_node_ip_address"] = LOOPBACK
+        try:
+            ray.init(address=config.address, **common)
+        except ConnectionError as error:
+            raise ConfigError(f"address: no Ray cluster answers at {config.address}: {error}") from None
         return
     ray.init(
         # Logical: a place for each worker, however many cores there are.
