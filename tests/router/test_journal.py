@@ -128,6 +128,20 @@ async def test_refused_write_leaves_its_group_alone(journal: SqliteJournal) -> N
     assert (await journal.load("s", "me")).worker == "a"
 
 
+async def test_bad_write_fails_alone(journal: SqliteJournal) -> None:
+    await journal.open("s", "me")
+    await journal.begin_turn("s", 0, "t", 0, ids(1))
+    results = await asyncio.gather(
+        journal.append("s", 0, "t", 0, [9]),  # a position that is taken: SQLite itself refuses it
+        journal.append("s", 0, "t", 1, [2]),
+        journal.open("other", "me"),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], JournalUnavailable) and results[1] is None and results[2].session_id == "other"
+    await journal.complete_turn("s", 0, "t")
+    assert (await journal.load("s", "me")).tokens == ids(1, 2)
+
+
 async def test_failing_disk_is_a_clear_error_and_service_returns(journal: SqliteJournal) -> None:
     await journal.open("s", "me")
     real = journal._db

@@ -193,6 +193,16 @@ async def test_prompt_cache_key_steers_placement_only(client: AsyncOpenAI, clust
     assert sorted(after.values()) == [0, 4]
 
 
+async def test_turns_that_come_together_are_spread(client: AsyncOpenAI, cluster: Harness) -> None:
+    """A turn counts as load from the moment it is placed, not when its worker hears of it."""
+    args = {"model": MODEL, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+    names = [f"s{i}" for i in range(4)]
+    await asyncio.gather(
+        *(client.completions.create(prompt=f"{n} says", extra_headers=in_session(n), **args) for n in names)
+    )
+    assert sorted(w._leader.counters["turns"] for w in cluster.workers.values()) == [2, 2]
+
+
 async def test_answers_are_not_delayed_by_nagle(cluster: Harness) -> None:
     """A delayed small segment costs 40 ms an answer; asyncio prevents it on sockets known as TCP only."""
     server = cluster.router._http.servers[0]
