@@ -32,6 +32,7 @@ RESTART_PAUSE_S = 1.0
 
 def connect(config: Config) -> None:
     """Join the Ray cluster of ``config.address``, or start one on this machine. Raises ConfigError."""
+    # Ray warns that it will stop hiding GPUs from actors that ask for none; the new way is wanted.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
     if config.address is not None:

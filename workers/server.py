@@ -38,7 +38,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self.incarnation = incarnation
         self._loop = asyncio.get_running_loop()
         self._leader = Leader(config, self._emit, self._die)
-        self._streams: set[asyncio.Queue[worker_pb2.WorkerMessage]] = set()
         self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
         self._draining = False
         self._beat_interval_s = BEAT_INTERVAL_S
@@ -71,7 +70,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
-        self._streams.add(outbox)
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             yield worker_pb2.WorkerMessage(welcome=self._welcome())
@@ -82,7 +80,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     yield worker_pb2.WorkerMessage(beat=self._stats())
         finally:
             reader.cancel()
-            self._streams.discard(outbox)
             for turn_id in [t for t, stream in self._stream_of.items() if stream is outbox]:
                 del self._stream_of[turn_id]
                 self._leader.abort(turn_id)

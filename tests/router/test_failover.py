@@ -156,7 +156,6 @@ async def test_silent_worker_is_lost_within_its_lease(tmp_path: Path) -> None:
 
         async def silence() -> None:
             worker = cluster.workers[cluster.pinned_to("storm")]
-            worker._streams.clear()
             worker._stream_of.clear()
             worker._beat_interval_s = 60.0
 

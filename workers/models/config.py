@@ -145,8 +145,6 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"sliding_window: {raw.get('sliding_window')} is not supported; supported: null (full attention)"
         )
-    if raw.get("attention_dropout") and raw.get("training"):
-        raise UnsupportedModel("attention_dropout: only inference is supported")
 
 
 def _rope_config(raw: dict[str, Any]) -> RopeConfig:
