@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import grpc
 import httpx
@@ -18,6 +23,10 @@ import httpx
 from benchmarks.common import long_context_model, save, serving
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
+from workers.config import EngineConfig
+from workers.kernels.paged_attention import paged_attention
+from workers.leader import Leader, Submission, TurnUpdate
+from workers.scheduling import SamplingParams
 
 SESSIONS, TURNS, TOKENS_IN, TOKENS_OUT = 4, 300, 16, 8
 EARLY, LATE = range(1, 11), range(TURNS - 10, TURNS)
@@ -57,6 +66,55 @@ class Run:
 
     def step_ms(self, turns: range) -> float:
         return 1000 * statistics.mean(t for turn in turns for t in self.step_s[turn])
+
+
+def engine_alone(model: Path) -> dict[str, dict[str, float]]:
+    """The same turns by the engine alone, in this process: milliseconds of a turn, and of attention in it.
+
+    In attention are all of the turn's steps: that of its input, 17 queries, and its 7 decodes.
+    """
+    attention_s = 0.0
+    ended = threading.Event()
+
+    def timed(*arguments: Any) -> Any:
+        nonlocal attention_s
+        began = time.perf_counter()
+        out = paged_attention(*arguments)
+        attention_s += time.perf_counter() - began
+        return out
+
+    def emit(updates: list[TurnUpdate]) -> None:
+        if any(update.finish for update in updates):
+            ended.set()
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    leader = Leader(EngineConfig(model=model, max_total_tokens=160_000, num_threads=2), emit, fail)
+    params = SamplingParams(max_tokens=TOKENS_OUT, ignore_eos=True)
+    turn_ms: dict[int, list[float]] = {}
+    attention_ms: dict[int, list[float]] = {}
+    with mock.patch("workers.models.decoder.paged_attention", timed):
+        leader.start()
+        for turn in range(TURNS):
+            for number in range(SESSIONS):
+                slot = leader.cache.slots.get(f"s{number}")
+                tokens = (slot.tokens if slot else array("i")) + array("i", input_of(number, turn))
+                ended.clear()
+                began, attention_s = time.perf_counter(), 0.0
+                leader.submit(Submission(f"{number}-{turn}", f"s{number}", "", 1, tokens, len(tokens), params))
+                assert ended.wait(60), "a turn does not end"
+                turn_ms.setdefault(turn, []).append(1000 * (time.perf_counter() - began))
+                attention_ms.setdefault(turn, []).append(1000 * attention_s)
+        leader.stop()
+
+    def mean(values: dict[int, list[float]], turns: range) -> float:
+        return round(statistics.mean(v for turn in turns for v in values[turn]), 2)
+
+    return {
+        "turns 2-11": {"turn": mean(turn_ms, EARLY), "attention": mean(attention_ms, EARLY)},
+        "last 10": {"turn": mean(turn_ms, LATE), "attention": mean(attention_ms, LATE)},
+    }
 
 
 async def play(
@@ -107,10 +165,14 @@ async def measure() -> dict[str, object]:
                     await http.post("/flush_cache")
                     await play(uncached, [turn], 1, whole_uncached, lambda n, t, o: None)
             await channel.close()
+        # After the cluster is gone: it shares the cores.
+        alone = engine_alone(model)
     modes = {"pinned session": pinned, "full history resent": resent, "no cache": uncached}
     # A turn is one step for its input and TOKENS_OUT - 1 decodes; all of them attend to the history.
-    growth_ms = TOKENS_OUT * (pinned.step_ms(LATE) - pinned.step_ms(EARLY))
+    decode_growth_ms = TOKENS_OUT * (pinned.step_ms(LATE) - pinned.step_ms(EARLY))
     late, early = pinned.mean_ms(LATE), pinned.mean_ms(EARLY)
+    first, last = alone["turns 2-11"], alone["last 10"]
+    remainder = last["turn"] - last["attention"] + first["attention"]
     return {
         "what": f"{SESSIONS} sessions x {TURNS} turns, {TOKENS_IN} in, {TOKENS_OUT} out, page size 16",
         "ms of a turn": {
@@ -128,7 +190,9 @@ async def measure() -> dict[str, object]:
             "turns 2-11": round(pinned.step_ms(EARLY), 2),
             "last 10": round(pinned.step_ms(LATE), 2),
         },
-        "pinned growth less attention's": round((late - growth_ms) / early, 2),
+        "pinned growth less that of as many decodes": round((late - decode_growth_ms) / early, 2),
+        "engine alone, ms": alone,
+        "engine alone, growth less attention's": round(remainder / first["turn"], 2),
         "full history resent over pinned, last 10": round(resent.mean_ms(LATE) / late, 2),
         "no cache over pinned, last 10": round(uncached.mean_ms(LATE) / late, 2),
     }

@@ -96,7 +96,8 @@ class Rank:
         return ForwardBatch(
             tokens=tokens,
             positions=positions,
-            write_slots=pages * size + positions % size,
+            write_pages=pages,
+            write_offsets=positions % size,
             tables=tables,
             attention=plan_attention(
                 counts, context_lens, model.num_heads // model.num_kv_heads, self.dtype, self.device

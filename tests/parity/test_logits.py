@@ -44,7 +44,8 @@ class PagedModel:
         batch = ForwardBatch(
             tokens=torch.tensor(tokens),
             positions=positions,
-            write_slots=table[positions // self.page_size] * self.page_size + positions % self.page_size,
+            write_pages=table[positions // self.page_size],
+            write_offsets=positions % self.page_size,
             tables=table[None].to(torch.int32),
             attention=plan_attention(
                 [len(tokens)], [start + len(tokens)], config.num_heads // config.num_kv_heads, self.decoder.dtype, CPU

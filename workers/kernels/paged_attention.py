@@ -29,18 +29,18 @@ def paged_attention_reference(
 ) -> Tensor:
     """Causal attention of each query over its sequence's pages, in fp32, one position at a time.
 
-    ``q [tokens, heads, head_dim]``; ``k_pages, v_pages [pages, page_size, kv_heads, head_dim]``;
+    ``q [tokens, heads, head_dim]``; ``k_pages, v_pages [pages, kv_heads, page_size, head_dim]``;
     ``tables [sequences, max_pages]``. Returns ``[tokens, heads, head_dim]`` in q's dtype.
     """
     out = torch.empty_like(q)
-    page_size, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
+    page_size, group = k_pages.shape[2], q.shape[1] // k_pages.shape[1]
     start = 0
     for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         for i in range(query_len):
             visible = context_len - query_len + i + 1
             slots = [(int(tables[row, p // page_size]), p % page_size) for p in range(visible)]
-            k = torch.stack([k_pages[page, offset] for page, offset in slots]).float()
-            v = torch.stack([v_pages[page, offset] for page, offset in slots]).float()
+            k = torch.stack([k_pages[page, :, offset] for page, offset in slots]).float()
+            v = torch.stack([v_pages[page, :, offset] for page, offset in slots]).float()
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             scores = torch.einsum("hd,nhd->hn", q[start + i].float(), k) * scale
             out[start + i] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v).to(q.dtype)
@@ -103,23 +103,26 @@ def paged_attention(
 
 
 def _gather(pages: Tensor, table: Tensor) -> Tensor:
-    """Rows of pages as contiguous positions: ``[..., n * page_size, kv_heads, head_dim]``.
+    """A sequence's pages, ``table [..., n]``, as ``[..., kv_heads, n * page_size, head_dim]``.
 
-    Pages are picked as flat rows: torch copies those as blocks, several times faster on CPU.
+    Each head's part of a page is picked as one flat row: torch copies those as blocks, several times
+    faster on CPU.
     """
-    picked = pages.view(pages.shape[0], -1).index_select(0, table.reshape(-1))
-    return picked.view(*table.shape[:-1], -1, *pages.shape[2:])
+    num_pages, kv_heads, page_size, head_dim = pages.shape
+    rows = table[..., None, :] * kv_heads + torch.arange(kv_heads, device=table.device, dtype=table.dtype)[:, None]
+    picked = pages.view(num_pages * kv_heads, -1).index_select(0, rows.reshape(-1))
+    return picked.view(*rows.shape[:-1], rows.shape[-1] * page_size, head_dim)
 
 
 def _one_sequence(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, context_len: int, mask: Tensor | None, scale: float
 ) -> Tensor:
     query_len, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
+    kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
     group = heads // kv_heads
     table = table[: -(-context_len // page_size)]
-    k = _gather(k_pages, table)[:context_len].transpose(0, 1)  # [kv_heads, context, head_dim]
-    v = _gather(v_pages, table)[:context_len].transpose(0, 1)
+    k = _gather(k_pages, table)[:, :context_len]
+    v = _gather(v_pages, table)[:, :context_len]
     if mask is None and query_len > 1:
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         out = scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale)
@@ -135,11 +138,11 @@ def _decode_batch(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
     batch, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
+    kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
     longest = max(plan.context_lens)
     tables = tables[:, : -(-longest // page_size)]
-    k = _gather(k_pages, tables)[:, :longest].transpose(1, 2)
-    v = _gather(v_pages, tables)[:, :longest].transpose(1, 2)
+    k = _gather(k_pages, tables)[:, :, :longest]
+    v = _gather(v_pages, tables)[:, :, :longest]
     grouped = q.view(batch, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(grouped, k, v, attn_mask=plan.masks[0], scale=scale)
     return out.reshape(batch, heads, head_dim)

@@ -25,7 +25,7 @@ def test_equals_the_reference(case: str, kv_heads: int, page_size: int) -> None:
     query_lens, context_lens = CASES[case]
     g = torch.Generator().manual_seed(1)
     num_pages, max_pages = 200, 32
-    k, v = (torch.randn(num_pages, page_size, kv_heads, 8, generator=g) for _ in range(2))
+    k, v = (torch.randn(num_pages, kv_heads, page_size, 8, generator=g) for _ in range(2))
     q = torch.randn(sum(query_lens), 4, 8, generator=g)
     order = torch.randperm(num_pages, generator=g)[: len(query_lens) * max_pages]
     tables = order.view(len(query_lens), max_pages).to(torch.int32)
