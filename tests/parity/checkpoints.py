@@ -53,11 +53,13 @@ CHECKPOINTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(name: str, folder: Path, *, seed: int = 0, max_shard_size: str = "1GB") -> PreTrainedModel:
+def make_checkpoint(
+    name: str, folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", **shape: int
+) -> PreTrainedModel:
     """Write the checkpoint to ``folder`` and return the reference model, in fp32 and eval mode."""
     config_type, model_type, changes = CHECKPOINTS[name]
     torch.manual_seed(seed)
-    model = model_type(config_type(**{**SHAPE, **changes})).eval()
+    model = model_type(config_type(**{**SHAPE, **changes, **shape})).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Biases and norms start as 0 and 1, which would hide a missing one; wide logits make

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.errors import UnsupportedModel
+from workers.collectives import Shard
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,6 +64,26 @@ class ModelConfig:
     rope: RopeConfig
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+
+    def shard(self, shard: Shard) -> ModelConfig:
+        """The part of the model that one tensor-parallel rank computes: its heads and its share of the MLP.
+
+        With more ranks than KV heads, a KV head is held by several ranks. Vocabulary and widths stay the
+        whole model's. Raises UnsupportedModel if the ranks cannot share it out.
+        """
+        size = shard.size
+        if self.num_heads % size:
+            raise UnsupportedModel(f"num_attention_heads: {self.num_heads} cannot be shared out to {size} ranks")
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise UnsupportedModel(f"num_key_value_heads: {self.num_kv_heads} cannot be shared out to {size} ranks")
+        if self.intermediate_size % size:
+            raise UnsupportedModel(f"intermediate_size: {self.intermediate_size} cannot be shared out to {size} ranks")
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:

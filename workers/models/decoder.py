@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from workers.collectives import Collectives
 from workers.kernels.paged_attention import AttentionPlan, paged_attention
 from workers.models.config import ModelConfig
 from workers.models.rope import apply_rope, rope_table
@@ -100,8 +101,12 @@ class DecoderWeights:
 class Decoder:
     """The model: weights, the rope table, and ``forward``."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, context_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, context_len: int, group: Collectives | None = None
+    ) -> None:
+        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others."""
         self.config = config
+        self._group = group
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
@@ -110,19 +115,43 @@ class Decoder:
         self._sin = sin.to(self.device, self.dtype)[:, None, :]
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``. For inference mode."""
+        """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``. For inference mode.
+
+        In a group, rank 0 gets the logits; the others get their own part of the vocabulary.
+        """
         eps = self.config.norm_eps
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
-        hidden = embedding(batch.tokens, self.weights.embedding)
+        hidden = self._embed(batch.tokens)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden, hidden.shape[-1:], layer.input_norm, eps)
             hidden = hidden + self._attention(index, layer, normed, cos, sin, batch, kv)
             normed = rms_norm(hidden, hidden.shape[-1:], layer.post_norm, eps)
             gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + linear(silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + self._sum(linear(silu(gate) * up, layer.down, layer.down_bias))
         picked = hidden[batch.logit_rows]
         picked = rms_norm(picked, picked.shape[-1:], self.weights.final_norm, eps)
-        return linear(picked, self.weights.head).float()
+        return self._whole(linear(picked, self.weights.head).float())
+
+    # ---- with the other ranks of the group (the scheme of Megatron-LM, arXiv:1909.08053) ----------
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Each rank embeds the tokens of its part of the vocabulary, and nothing for the rest."""
+        if self._group is None:
+            return embedding(tokens, self.weights.embedding)
+        start, end = self._group.shard.of(self.config.vocab_size)
+        mine = (tokens >= start) & (tokens < end)
+        rows = embedding((tokens - start).clamp(0, max(0, end - start - 1)), self.weights.embedding)
+        return self._group.all_reduce(rows * mine[:, None])
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """The whole product of a row-parallel projection. Its bias is rank 0's alone."""
+        return part if self._group is None else self._group.all_reduce(part)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        if self._group is None:
+            return logits
+        parts = self._group.gather(logits.contiguous())
+        return logits if parts is None else torch.cat(parts, dim=-1)[:, : self.config.vocab_size]
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: KVPool
@@ -139,4 +168,4 @@ class Decoder:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         kv.write(index, batch.write_pages, batch.write_offsets, k, v)
         out = paged_attention(q, kv.k[index], kv.v[index], batch.tables, batch.attention, c.head_dim**-0.5)
-        return linear(out.reshape(-1, q_size), layer.o, layer.o_bias)
+        return self._sum(linear(out.reshape(-1, q_size), layer.o, layer.o_bias))

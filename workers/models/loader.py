@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 
 from holdfast.errors import UnsupportedModel
+from workers.collectives import Collectives, Shard
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 
+Part: TypeAlias = tuple[int, int]
+"""``[start, end)`` of a dimension."""
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -24,16 +29,20 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     context_len: int,
+    group: Collectives | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face checkpoint folder, on ``device`` in ``dtype``.
+    """The model of a Hugging Face checkpoint folder, on ``device`` in ``dtype``; in a group, this rank's part.
 
-    Raises UnsupportedModel for pickled weights, and for missing, unknown or misshapen tensors, by name.
+    Raises UnsupportedModel for pickled weights, for missing, unknown or misshapen tensors, by name, and for
+    what the group's ranks cannot share out.
     """
+    shard = group.shard if group is not None else Shard()
+    part = config.shard(shard)
     with ExitStack() as stack:
         source = _Tensors(_weight_files(folder), stack, device, dtype)
-        weights = _assemble(source, config)
+        weights = _assemble(source, config, shard)
         source.refuse_unused(tied=config.tie_embeddings)
-    return Decoder(config, weights, context_len)
+    return Decoder(part, weights, context_len, group)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -70,20 +79,22 @@ class _Tensors:
             self._by_name.update(dict.fromkeys(opened.keys(), opened))
         self._taken: set[str] = set()
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dim: int = 0, part: Part | None = None) -> Tensor:
+        """A tensor of that shape, or only positions ``part`` of its dimension ``dim``: no more is read."""
         if name not in self._by_name:
             raise UnsupportedModel(f"{name}: this tensor is missing from the checkpoint")
         self._taken.add(name)
-        tensor = self._by_name[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise UnsupportedModel(f"{name}: has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+        stored = self._by_name[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise UnsupportedModel(f"{name}: has shape {tuple(stored.get_shape())}, config.json asks for {shape}")
+        tensor = stored[:] if part is None else stored[slice(*part)] if dim == 0 else stored[:, slice(*part)]
         if not tensor.dtype.is_floating_point:
             raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, self._dtype).contiguous()
 
-    def stack(self, parts: list[tuple[str, int]], *shape: int) -> Tensor:
-        """Several tensors as one, along the first dimension."""
-        return torch.cat([self.take(name, size, *shape) for name, size in parts])
+    def stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Tensor:
+        """Parts of several tensors as one, along the first dimension."""
+        return torch.cat([self.take(name, size, *shape, part=part) for name, size, part in parts])
 
     def refuse_unused(self, *, tied: bool) -> None:
         # Tied checkpoints may carry the head again, old ones the rope's inverse frequencies.
@@ -96,29 +107,48 @@ class _Tensors:
             raise UnsupportedModel(f"{unused[0]}: the checkpoint has tensors that this architecture does not use")
 
 
-def _assemble(t: _Tensors, c: ModelConfig) -> DecoderWeights:
+def _assemble(t: _Tensors, c: ModelConfig, shard: Shard) -> DecoderWeights:
+    """This rank's part of the model ``c``: of each projection its heads' or its neurons' rows or columns."""
     hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    table = t.take("model.embed_tokens.weight", c.vocab_size, hidden)
+    q, mlp = shard.of(q_size), shard.of(c.intermediate_size)
+    # With more ranks than KV heads, neighbours hold the same one: that of their query heads.
+    kv_head = shard.rank * c.num_kv_heads // shard.size
+    kv = (kv_head * c.head_dim, (kv_head + max(1, c.num_kv_heads // shard.size)) * c.head_dim)
+
+    def row_bias(name: str, present: bool) -> Tensor | None:
+        # A row-parallel product is summed over the ranks: one of them adds the bias.
+        bias = t.take(name, hidden) if present else None
+        return bias if shard.rank == 0 else None
+
+    table = _vocabulary(t, "model.embed_tokens.weight", c, shard)
     layers = []
     for i in range(c.num_layers):
         name = f"model.layers.{i}"
-        qkv = [(f"{name}.self_attn.{p}_proj", n) for p, n in (("q", q_size), ("k", kv_size), ("v", kv_size))]
-        gate_up = [(f"{name}.mlp.{p}_proj", c.intermediate_size) for p in ("gate", "up")]
+        attention = (("q", q_size, q), ("k", kv_size, kv), ("v", kv_size, kv))
+        qkv = [(f"{name}.self_attn.{p}_proj", n, part) for p, n, part in attention]
+        gate_up = [(f"{name}.mlp.{p}_proj", c.intermediate_size, mlp) for p in ("gate", "up")]
         layers.append(
             LayerWeights(
                 input_norm=t.take(f"{name}.input_layernorm.weight", hidden),
-                qkv=t.stack([(f"{part}.weight", n) for part, n in qkv], hidden),
-                qkv_bias=t.stack([(f"{part}.bias", n) for part, n in qkv]) if c.qkv_bias else None,
+                qkv=t.stack([(f"{part}.weight", n, mine) for part, n, mine in qkv], hidden),
+                qkv_bias=t.stack([(f"{part}.bias", n, mine) for part, n, mine in qkv]) if c.qkv_bias else None,
                 q_norm=t.take(f"{name}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
                 k_norm=t.take(f"{name}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
-                o=t.take(f"{name}.self_attn.o_proj.weight", hidden, q_size),
-                o_bias=t.take(f"{name}.self_attn.o_proj.bias", hidden) if c.o_bias else None,
+                o=t.take(f"{name}.self_attn.o_proj.weight", hidden, q_size, dim=1, part=q),
+                o_bias=row_bias(f"{name}.self_attn.o_proj.bias", c.o_bias),
                 post_norm=t.take(f"{name}.post_attention_layernorm.weight", hidden),
-                gate_up=t.stack([(f"{part}.weight", n) for part, n in gate_up], hidden),
-                gate_up_bias=t.stack([(f"{part}.bias", n) for part, n in gate_up]) if c.mlp_bias else None,
-                down=t.take(f"{name}.mlp.down_proj.weight", hidden, c.intermediate_size),
-                down_bias=t.take(f"{name}.mlp.down_proj.bias", hidden) if c.mlp_bias else None,
+                gate_up=t.stack([(f"{part}.weight", n, mine) for part, n, mine in gate_up], hidden),
+                gate_up_bias=t.stack([(f"{part}.bias", n, mine) for part, n, mine in gate_up]) if c.mlp_bias else None,
+                down=t.take(f"{name}.mlp.down_proj.weight", hidden, c.intermediate_size, dim=1, part=mlp),
+                down_bias=row_bias(f"{name}.mlp.down_proj.bias", c.mlp_bias),
             )
         )
-    head = table if c.tie_embeddings else t.take("lm_head.weight", c.vocab_size, hidden)
+    head = table if c.tie_embeddings else _vocabulary(t, "lm_head.weight", c, shard)
     return DecoderWeights(table, layers, t.take("model.norm.weight", hidden), head)
+
+
+def _vocabulary(t: _Tensors, name: str, c: ModelConfig, shard: Shard) -> Tensor:
+    """This rank's rows of a ``[vocab_size, hidden]`` table; zeros fill the last shares up to one size."""
+    start, end = shard.of(c.vocab_size)
+    rows = t.take(name, c.vocab_size, c.hidden_size, part=(start, end))
+    return pad(rows, (0, 0, 0, -(-c.vocab_size // shard.size) - (end - start)))

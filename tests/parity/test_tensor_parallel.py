@@ -1,0 +1,90 @@
+"""Ranks in threads over real gloo: each holds its shard, together they are the whole model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import UnsupportedModel
+from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.parity.test_logits import CPU, PagedModel
+from workers.collectives import Collectives, Shard
+from workers.models import ModelConfig, load_decoder
+
+EVEN = {"num_attention_heads": 8, "vocab_size": 203, "hidden_size": 64}
+"""8 heads on 2 KV heads: with 4 ranks each KV head is held twice. 203: the last rank's vocabulary is short."""
+
+
+def on_ranks(size: int, work: Callable[[Collectives], torch.Tensor]) -> list[torch.Tensor]:
+    """``work`` on each rank of a group; the results by rank."""
+    store = dist.HashStore()
+    results: dict[int, torch.Tensor] = {}
+    failed: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = work(Collectives(store, Shard(rank, size), CPU, "127.0.0.1", 20))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failed:
+        raise failed[0]
+    return [results[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_fp32_logits_equal_transformers(name: str, size: int, tmp_path: Path) -> None:
+    reference = make_checkpoint(name, tmp_path, **EVEN)
+    ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0]
+
+    def work(group: Collectives) -> torch.Tensor:
+        config = ModelConfig.from_folder(tmp_path)
+        decoder = load_decoder(tmp_path, config, device=CPU, dtype=torch.float32, context_len=256, group=group)
+        held = sum(w.numel() for layer in decoder.weights.layers for w in (layer.qkv, layer.o, layer.down))
+        assert held < 0.8 * sum(p.numel() for n, p in reference.named_parameters() if "attn" in n or "down" in n)
+        paged = PagedModel(decoder, 4)
+        pieces = [ids[:17], ids[17:30], *ids[30:].split(1)]
+        return torch.cat([paged.feed(piece.tolist()) for piece in pieces])
+
+    got = on_ranks(size, work)[0]
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= 1e-4
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "field"),
+    [
+        ({"num_attention_heads": 6}, 4, "num_attention_heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "num_key_value_heads"),
+        ({"num_attention_heads": 4, "intermediate_size": 98}, 4, "intermediate_size"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_by_name(changes: dict, size: int, field: str, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, **{"hidden_size": 48, **changes})
+    with pytest.raises(UnsupportedModel, match=f"^{field}: .* cannot be shared out to {size} ranks"):
+        ModelConfig.from_folder(tmp_path).shard(Shard(0, size))
+
+
+def test_a_missing_peer_is_an_error_not_a_hang() -> None:
+    def work(group: Collectives) -> torch.Tensor:
+        if group.shard.rank == 1:
+            return torch.zeros(1)
+        return group.all_reduce(torch.zeros(1))
+
+    with pytest.raises(RuntimeError):
+        on_ranks(2, work)
