@@ -14,9 +14,9 @@ import psutil
 
 from benchmarks.common import percentile, save, serving
 from cluster.supervisor import Cluster
+from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
-from holdfast.wire import pack_tokens
 from router.journal import SqliteJournal
 
 PROMPT_LEN, ROUNDS = 32, 300

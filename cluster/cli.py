@@ -116,10 +116,19 @@ def _print(rows: list[dict[str, Any]], columns: dict[str, str], as_json: bool) -
 @_client_options
 def status(url: str, api_key: str | None, as_json: bool) -> None:
     """Workers: who they are, what they hold and run."""
+    workers = _get(url, "/holdfast/workers", api_key)
     columns = {"worker_id": "worker", "incarnation": "incarnation", "pid": "pid", "pages_free": "pages free"}
     columns |= {"pages_held": "held", "pages_cached": "cached", "sessions": "sessions"}
     columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted"}
-    _print(_get(url, "/holdfast/workers", api_key), columns, as_json)
+    _print(workers, columns, as_json)
+    if not as_json and any(len(worker["ranks"]) > 1 for worker in workers):
+        columns = {"worker_id": "worker", "rank": "rank", "pid": "pid", "node": "node"}
+        columns |= {"log_index": "log index", "lag": "lag"}
+        _print(_by_rank(workers), columns, as_json)
+
+
+def _by_rank(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"worker_id": worker["worker_id"], **rank} for worker in workers for rank in worker["ranks"]]
 
 
 @cli.command()
@@ -134,12 +143,16 @@ def sessions(url: str, api_key: str | None, as_json: bool) -> None:
 @cli.command()
 @_client_options
 def audit(url: str, api_key: str | None, as_json: bool) -> None:
-    """Recount every page on every worker; exit code 1 if any is lost. Exact on a busy cluster."""
+    """Recount every page on every rank; exit code 1 if any is lost or ranks differ. Exact on a busy cluster."""
     reports = _get(url, "/holdfast/audit", api_key)
-    columns = {"worker_id": "worker", "ok": "ok", "num_pages": "pages", "num_free": "free", "num_held": "held"}
+    columns = {"worker_id": "worker", "rank": "rank", "log_index": "log index", "digest": "digest", "ok": "ok"}
+    columns |= {"num_pages": "pages", "num_free": "free", "num_held": "held"}
     columns |= {"num_cached": "cached", "num_slots": "slots", "num_running": "running"}
     columns |= {"leaked": "leaked", "overheld": "overheld", "faults": "faults"}
-    _print(reports, columns, as_json)
+    for report in reports:
+        for rank in report["ranks"]:
+            rank |= {"log_index": report["log_index"], "digest": f"{int(rank['digest']):016x}"}
+    _print(reports if as_json else _by_rank(reports), columns, as_json)
     if not all(report["ok"] for report in reports):
         sys.exit(1)
 

@@ -23,6 +23,10 @@ class Config(BaseModel):
     model: Path = Field(BUNDLED_MODEL, description="checkpoint folder in Hugging Face layout")
     served_model_name: str | None = Field(None, description="name in the APIs; default: the folder's name")
     workers: int = Field(2, ge=1, le=1024, description="how many workers to start")
+    tp: int = Field(1, ge=1, le=64, description="tensor parallelism: ranks, each with a GPU, in a worker")
+    tp_placement: Literal["STRICT_PACK", "PACK", "SPREAD"] = Field(
+        "STRICT_PACK", description="a worker's ranks on one node, on few, or on many"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
@@ -39,7 +43,7 @@ class Config(BaseModel):
     max_running_requests: int = Field(32, ge=1, description="turns in a worker's batch")
     max_queued_requests: int = Field(256, ge=1, description="turns that wait on a worker; more get 429")
     max_sessions: int = Field(1024, ge=2, description="sessions whose KV a worker keeps between turns")
-    threads_per_worker: int | None = Field(None, ge=1, description="CPU threads; default: the cores shared out")
+    threads_per_worker: int | None = Field(None, ge=1, description="CPU threads a rank; default: cores shared out")
     journal_path: Path = Field(Path("holdfast.db"), description="the journal's SQLite file")
     journal_durability: Literal["process", "power"] = Field(
         "process", description="process: survives kill -9; power: fsync before a token is shown"
@@ -48,6 +52,8 @@ class Config(BaseModel):
     max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait on one session; more get 429")
     worker_lease_s: float = Field(2.0, gt=0.5, description="silence after which a worker is taken for dead")
     worker_wait_s: float = Field(20.0, gt=0, description="wait for a live worker before 503")
+    rank_lease_s: float = Field(2.0, gt=0.5, description="silence after which ranks take each other for dead")
+    collective_timeout_s: float = Field(30.0, gt=0, description="deadline of a collective, and of ranks to meet")
     token_timeout_s: float = Field(120.0, gt=0, description="wait for a turn's next token before 504")
     control_timeout_s: float = Field(10.0, gt=0, description="deadline of release, free_tail, fork, audit")
     start_timeout_s: float = Field(120.0, gt=0, description="deadline for a worker to load its model and serve")
@@ -70,7 +76,9 @@ class Config(BaseModel):
             max_running_requests=self.max_running_requests,
             max_queued_requests=self.max_queued_requests,
             max_sessions=self.max_sessions,
-            num_threads=self.threads_per_worker or max(1, (os.cpu_count() or 1) // self.workers),
+            num_threads=self.threads_per_worker or max(1, (os.cpu_count() or 1) // (self.workers * self.tp)),
+            rank_lease_s=self.rank_lease_s,
+            collective_timeout_s=self.collective_timeout_s,
         )
 
     def router(self) -> RouterConfig:

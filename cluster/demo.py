@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -100,16 +101,16 @@ class Show:
                 self._console.print(f"[bold red]kill -9 {self.killed}[/], in the middle of {session_id}'s stream")
                 os.kill(int(worker["pid"]), signal.SIGKILL)
 
-    async def workers(self) -> list[dict[str, str]]:
+    async def workers(self) -> list[dict[str, Any]]:
         return await self._fetch("/holdfast/workers")
 
-    async def audit(self) -> list[dict[str, str]]:
+    async def audit(self) -> list[dict[str, Any]]:
         return await self._fetch("/holdfast/audit")
 
-    async def _fetch(self, path: str) -> list[dict[str, str]]:
+    async def _fetch(self, path: str) -> list[dict[str, Any]]:
         async with httpx.AsyncClient(timeout=20) as http:
             answer = await http.get(self._cluster.url + path)
-            rows: list[dict[str, str]] = answer.raise_for_status().json()
+            rows: list[dict[str, Any]] = answer.raise_for_status().json()
             return rows
 
     async def close(self) -> None:

@@ -6,26 +6,23 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import Config
+from cluster.worker_group import WorkerGroup
 from holdfast.errors import ConfigError, HoldfastError, NoWorkerAvailable
 from router.actor import RouterActor
 from router.workers import WorkerAddress
-from workers.actor import WorkerActor
 
 log = logging.getLogger("holdfast.cluster")
 NAMESPACE = "holdfast"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Ray's object store carries only addresses and settings here: tokens go by gRPC."""
+STOP_TIMEOUT_S = 5.0
 RESTART_PAUSE_S = 1.0
 """Between a failed start and the next: a worker that cannot start must not spin."""
 
@@ -45,24 +42,13 @@ def connect(config: Config) -> None:
             raise ConfigError(f"address: no Ray cluster answers at {config.address}: {error}") from None
         return
     ray.init(
-        # Logical: a place for each worker, however many cores there are.
-        num_cpus=config.workers,
+        # Logical: a place for each rank, however many cores there are.
+        num_cpus=config.workers * config.tp,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address=LOOPBACK,
         **common,
     )
-
-
-@dataclass
-class _Worker:
-    """One worker's place, and who fills it now."""
-
-    worker_id: str
-    group: PlacementGroup
-    actor: Any = None
-    address: WorkerAddress | None = None
-    num_starts: int = 0
 
 
 class Cluster:
@@ -73,7 +59,7 @@ class Cluster:
         self.http_port = 0
         self.grpc_port = 0
         self._engine = config.engine()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerGroup] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._router: Any = None
         self._stopping = False
@@ -90,17 +76,21 @@ class Cluster:
         """Start everything; returns when the router reaches every worker. Raises HoldfastError."""
         self._router = RouterActor.options(name=f"router-{os.getpid()}", num_cpus=0).remote(self.config.router())
         router_started = self._router.start.remote([])
+        config, ranks = self.config, self.config.workers * self.config.tp
         use_gpu = self._engine.device == "cuda" or (
-            self._engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= self.config.workers
+            self._engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= ranks
         )
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {})
-        for i in range(self.config.workers):
-            group = placement_group([bundle], strategy="STRICT_PACK")
-            self._workers.append(_Worker(f"worker-{i}", group))
+        host = LOOPBACK if config.address is None else None
+        self._workers = [
+            WorkerGroup(
+                f"worker-{i}", config.tp, self._engine, use_gpu=use_gpu, strategy=config.tp_placement, host=host
+            )
+            for i in range(config.workers)
+        ]
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
                 # Together: loading is the slow part, and the cores share it anyway.
-                await asyncio.gather(*(self._start_worker(worker) for worker in self._workers))
+                await asyncio.gather(*(worker.start() for worker in self._workers))
                 self.http_port, self.grpc_port = await router_started
                 await self._announce()
                 while len(await self._router.ready_workers.remote()) < len(self._workers):
@@ -121,14 +111,9 @@ class Cluster:
         if self.http_port:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._router.stop.remote(), timeout_s)
-        actors = [worker.actor for worker in self._workers if worker.address is not None]
-        stops = [asyncio.wait_for(actor.stop.remote(), 5.0) for actor in actors]
-        await asyncio.gather(*stops, return_exceptions=True)
-        for actor in [*(worker.actor for worker in self._workers), self._router]:
-            if actor is not None:
-                ray.kill(actor)
-        for worker in self._workers:
-            remove_placement_group(worker.group)
+        await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self._workers))
+        if self._router is not None:
+            ray.kill(self._router)
 
     def worker_addresses(self) -> list[WorkerAddress]:
         """The workers that live now."""
@@ -136,38 +121,20 @@ class Cluster:
 
     # ---- workers ------------------------------------------------------------------------------------
 
-    async def _start_worker(self, worker: _Worker) -> None:
-        await worker.group.ready()
-        # New at each start, also across restarts of the whole cluster: old pins must not fit.
-        incarnation = time.time_ns() // 1_000_000
-        strategy = PlacementGroupSchedulingStrategy(worker.group, placement_group_bundle_index=0)
-        bundle = worker.group.bundle_specs[0]
-        worker.actor = WorkerActor.options(
-            name=f"{worker.worker_id}-{incarnation}",
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._engine.num_threads)}},
-        ).remote(worker.worker_id, incarnation, self._engine, LOOPBACK if self.config.address is None else None)
-        address = await worker.actor.start.remote()
-        worker.address = WorkerAddress(worker.worker_id, incarnation, address, self._engine.max_running_requests)
-        worker.num_starts += 1
-
-    async def _keep(self, worker: _Worker) -> None:
-        """Wait for the worker to die, and start its next incarnation; for ever."""
+    async def _keep(self, worker: WorkerGroup) -> None:
+        """Wait for the worker to break, and start its next incarnation; for ever."""
         while not self._stopping:
-            try:
-                await worker.actor.wait.remote()
-            except RayError:
-                log.warning("%s died; starting its next incarnation", worker.worker_id)
+            reason = await worker.broken()
+            log.warning("%s: %s; starting its next incarnation", worker.worker_id, reason)
             worker.address = None
             await self._announce()
+            await worker.end()
             while worker.address is None:
                 try:
-                    await asyncio.wait_for(self._start_worker(worker), self.config.start_timeout_s)
+                    await asyncio.wait_for(worker.start(), self.config.start_timeout_s)
                 except (RayError, TimeoutError) as error:
                     log.error("%s does not start: %s; trying again", worker.worker_id, error)
-                    ray.kill(worker.actor)
+                    await worker.end()
                     await asyncio.sleep(RESTART_PAUSE_S)
             await self._announce()
 

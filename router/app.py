@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,13 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from holdfast.errors import ConfigError, HoldfastError, InvalidRequest
+from holdfast.errors import ConfigError, HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.config import RouterConfig
@@ -30,7 +31,7 @@ from router.metrics import Metrics
 from router.openai_api import openai_routes
 from router.sglang_api import sglang_routes
 from router.text import TextCodec
-from router.workers import WorkerAddress
+from router.workers import WorkerAddress, WorkerLink
 
 SERVICE = "holdfast.v1.SessionService"
 OPEN_PATHS = ("/health", "/metrics")
@@ -74,9 +75,7 @@ def http_app(gateway: Gateway) -> FastAPI:
     # What the command line asks for.
     @app.get("/holdfast/workers")
     async def workers() -> list[dict[str, Any]]:
-        timeout_s = gateway.config.control_timeout_s
-        found = await asyncio.gather(*(link.fetch_stats(timeout_s) for link in gateway.alive_links()))
-        return [_as_dict(stats) for stats in found]
+        return await _ask_all(gateway, WorkerLink.fetch_stats)
 
     @app.get("/holdfast/sessions")
     async def sessions(request: Request) -> list[dict[str, Any]]:
@@ -100,11 +99,22 @@ def http_app(gateway: Gateway) -> FastAPI:
 
     @app.get("/holdfast/audit")
     async def audit() -> list[dict[str, Any]]:
-        timeout_s = gateway.config.control_timeout_s
-        reports = await asyncio.gather(*(link.audit(timeout_s) for link in gateway.alive_links()))
-        return [_as_dict(report) for report in reports]
+        return await _ask_all(gateway, WorkerLink.audit)
 
     return app
+
+
+async def _ask_all(gateway: Gateway, ask: Callable[[WorkerLink, float], Awaitable[Message]]) -> list[dict[str, Any]]:
+    """What every live worker answers; who dies while it is asked is not live."""
+
+    async def one(link: WorkerLink) -> Message | None:
+        try:
+            return await ask(link, gateway.config.control_timeout_s)
+        except NoWorkerAvailable:
+            return None
+
+    answers = await asyncio.gather(*(one(link) for link in gateway.alive_links()))
+    return [_as_dict(answer) for answer in answers if answer is not None]
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
 )
+from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
-from holdfast.wire import error_from_code, pack_tokens
+from holdfast.wire import error_from_code
 from router.config import RouterConfig
 from router.journal import Journal, SessionRecord
 from router.metrics import Metrics

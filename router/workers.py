@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,13 +83,13 @@ class WorkerLink:
 
     async def release(self, session_id: str, epoch: int, mode: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerReleaseRequest(session_id=session_id, epoch=epoch, mode=mode)  # type: ignore[arg-type]
-        answer = await self._call(self._stub.Release, request, timeout_s)
-        return int(answer.pages_freed)
+        request.request_id = uuid.uuid4().hex
+        return await self._control(self._stub.Release, request, timeout_s)
 
     async def free_tail(self, session_id: str, epoch: int, keep_len: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerFreeTailRequest(session_id=session_id, epoch=epoch, keep_len=keep_len)
-        answer = await self._call(self._stub.FreeTail, request, timeout_s)
-        return int(answer.pages_freed)
+        request.request_id = uuid.uuid4().hex
+        return await self._control(self._stub.FreeTail, request, timeout_s)
 
     async def fork(self, session_id: str, child_id: str, epoch: int, at_len: int, timeout_s: float) -> int:
         request = worker_pb2.WorkerForkRequest(session_id=session_id, child_id=child_id, epoch=epoch, at_len=at_len)
@@ -104,8 +105,12 @@ class WorkerLink:
         return stats
 
     async def flush(self, timeout_s: float) -> int:
-        answer = await self._call(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
-        return int(answer.pages_freed)
+        return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
+
+    async def _control(self, method: Any, request: Message, timeout_s: float) -> int:
+        """The pages freed: all ranks free the same, the worker has compared them."""
+        answer: worker_pb2.ControlResponse = await self._call(method, request, timeout_s)
+        return int(answer.ranks[0].pages_freed)
 
     async def _call(self, method: Any, request: Message, timeout_s: float) -> Any:
         try:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
+import torch.distributed as dist
 
 from router.app import RouterServer
 from router.config import RouterConfig
 from router.workers import WorkerAddress
 from tests.waiting import until
+from workers.collectives import Shard
 from workers.config import BUNDLED_MODEL, EngineConfig
+from workers.group import Seat, start_rank
+from workers.rank_server import RankServer
 from workers.server import WorkerServer
 
 HOST = "127.0.0.1"
@@ -26,14 +31,14 @@ class Harness:
 
     router: RouterServer
     workers: dict[str, WorkerServer]
+    followers: dict[str, list[RankServer]]
     addresses: dict[str, WorkerAddress]
     url: str
     grpc_target: str
 
-    async def start_worker(self, worker_id: str, incarnation: int, engine: EngineConfig) -> None:
-        server = WorkerServer(worker_id, incarnation, engine)
-        address = await server.start(HOST)
-        self.workers[worker_id] = server
+    async def start_worker(self, worker_id: str, incarnation: int, engine: EngineConfig, tp: int = 1) -> None:
+        server, followers, address = await start_group(worker_id, incarnation, engine, tp)
+        self.workers[worker_id], self.followers[worker_id] = server, followers
         self.addresses[worker_id] = WorkerAddress(worker_id, incarnation, address, engine.max_running_requests)
         await self.announce()
 
@@ -43,9 +48,8 @@ class Harness:
 
     async def lose_worker(self, worker_id: str) -> None:
         """Stop a worker under its streams, as its death would look from the router."""
-        server = self.workers.pop(worker_id)
         del self.addresses[worker_id]
-        await server.stop()
+        await stop_group(self.workers.pop(worker_id), self.followers.pop(worker_id))
 
     def pinned_to(self, session_id: str) -> str:
         session = self.router.gateway.sessions._sessions[session_id]
@@ -57,15 +61,35 @@ class Harness:
         for server in self.workers.values():
             await until(lambda s=server: not s._leader.scheduler.turns, 10, "the engine to be idle")
             report = server._leader.audit().result(10)
-            assert report.ok and report.num_running == 0, report
+            assert report.ok and all(rank.num_running == 0 for rank in report.ranks), report
 
     def channel(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.grpc_target)
 
 
+async def start_group(
+    worker_id: str, incarnation: int, engine: EngineConfig, tp: int = 1, on_lost: Callable[[str], None] = print
+) -> tuple[WorkerServer, list[RankServer], str]:
+    """A worker of ``tp`` ranks: the leader, its followers, its address."""
+    store = dist.HashStore() if tp > 1 else None
+    seats = [Seat(worker_id, incarnation, Shard(rank, tp), HOST, "here") for rank in range(tp)]
+    started = await asyncio.gather(*(start_rank(seat, engine, store, on_lost) for seat in seats))
+    (leader, address), followers = started[0], [server for server, _ in started[1:]]
+    assert isinstance(leader, WorkerServer) and all(isinstance(server, RankServer) for server in followers)
+    return leader, followers, address
+
+
+async def stop_group(leader: WorkerServer, followers: list[RankServer]) -> None:
+    for follower in followers:
+        follower.expect_end()
+    await leader.stop()
+    for follower in followers:
+        await follower.stop()
+
+
 @asynccontextmanager
 async def running(
-    tmp_path: Path, *, num_workers: int = 2, engine: EngineConfig = ENGINE, **router_settings: object
+    tmp_path: Path, *, num_workers: int = 2, tp: int = 1, engine: EngineConfig = ENGINE, **router_settings: object
 ) -> AsyncIterator[Harness]:
     config = RouterConfig(
         model=engine.model,
@@ -77,15 +101,15 @@ async def running(
     )
     router = RouterServer(replace(config, **router_settings))  # type: ignore[arg-type]
     port, grpc_port = await router.start()
-    harness = Harness(router, {}, {}, f"http://{HOST}:{port}", f"{HOST}:{grpc_port}")
+    harness = Harness(router, {}, {}, {}, f"http://{HOST}:{port}", f"{HOST}:{grpc_port}")
     try:
         for i in range(num_workers):
-            await harness.start_worker(f"w{i}", 1, engine)
+            await harness.start_worker(f"w{i}", 1, engine, tp)
         yield harness
     finally:
         await router.stop()
-        for server in harness.workers.values():
-            await server.stop()
+        for worker_id, server in harness.workers.items():
+            await stop_group(server, harness.followers[worker_id])
 
 
 def model_copy(folder: Path) -> Path:

@@ -1,36 +1,94 @@
-"""The Ray actor around a worker's rank."""
+"""The Ray actor around one rank of a worker."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import psutil
 import ray
 
 from workers.config import EngineConfig
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from workers.rank_server import RankServer
+    from workers.server import WorkerServer
+
+log = logging.getLogger("holdfast.rank")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank runs: its process (a pid alone could be another's by now) and its node."""
+
+    pid: int
+    created: float
+    node_id: str
+
 
 @ray.remote
-class WorkerActor:
-    """One worker of one rank: starts its server, then lives until it is stopped or killed."""
+class RankActor:
+    """One rank: starts its server, then lives until it is stopped, killed, or its group breaks."""
 
-    def __init__(self, worker_id: str, incarnation: int, config: EngineConfig, host: str | None) -> None:
+    def __init__(
+        self, worker_id: str, incarnation: int, rank: int, size: int, config: EngineConfig, host: str | None
+    ) -> None:
         self._identity = (worker_id, incarnation)
+        self._rank, self._size = rank, size
         self._config = config
         self._host = host or ray.util.get_node_ip_address()
         self._stopped = asyncio.Event()
+        self._store: Store | None = None
+        self._server: WorkerServer | RankServer | None = None
 
-    async def start(self) -> str:
-        """Load the model and serve; returns the gRPC address."""
-        # Not at the top: torch is imported in the worker's process alone.
-        from workers.server import WorkerServer
+    async def place(self) -> RankPlace:
+        return RankPlace(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
-        self._server = WorkerServer(*self._identity, self._config)
-        return await self._server.start(self._host)
+    async def open_store(self) -> tuple[str, int]:
+        """On rank 0 of several, first: where the others find it."""
+        from workers.group import open_store
+
+        store = open_store(self._host, self._size, self._config.collective_timeout_s)
+        self._store = store
+        return self._host, store.port
+
+    async def start(self, store: tuple[str, int] | None) -> str:
+        """Load this rank's part of the model and serve; returns the gRPC address.
+
+        ``store``: that of the group, if there is one.
+        """
+        # Not at the top: torch is imported in a rank's process alone.
+        from workers.collectives import Shard
+        from workers.group import Seat, join_store, start_rank
+
+        if store is not None and self._store is None:
+            self._store = join_store(*store, self._size, self._config.collective_timeout_s)
+        node = f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:8]}"
+        seat = Seat(*self._identity, Shard(self._rank, self._size), self._host, node)
+        self._server, address = await start_rank(seat, self._config, self._store, self._die)
+        return address
 
     async def wait(self) -> None:
-        """Returns when the worker was stopped; fails with ActorDiedError when its process died."""
+        """Returns when the rank was stopped; fails with ActorDiedError when its process died."""
         await self._stopped.wait()
 
+    async def expect_end(self) -> None:
+        """The group is about to be stopped: that its ranks leave is no loss then."""
+        if self._server is not None:
+            self._server.expect_end()
+
     async def stop(self) -> None:
-        await self._server.stop()
+        if self._server is not None:
+            await self._server.stop()
         self._stopped.set()
+
+    def _die(self, reason: str) -> None:
+        # Its peers end for the same reason or because of this; the supervisor starts the next incarnation.
+        log.critical("rank %d of worker %s ends: %s", self._rank, self._identity[0], reason)
+        os.kill(os.getpid(), signal.SIGKILL)

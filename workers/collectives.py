@@ -51,6 +51,14 @@ class Collectives:
         self._group.allreduce([x]).wait()
         return x
 
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The least of all ranks' values."""
+        least = torch.tensor([value], device=device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._group.allreduce([least], options).wait()
+        return int(least.item())
+
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's ``x`` (of one shape) on rank 0; None on the others."""
         options = dist.GatherOptions()

@@ -28,3 +28,7 @@ class EngineConfig:
     max_sessions: int = 1024
     """Slots: sessions whose KV stays on this worker between turns; the least recently used go first."""
     num_threads: int = 1
+    rank_lease_s: float = 2.0
+    """Silence after which a rank takes its leader, or a leader its rank, for dead, and ends."""
+    collective_timeout_s: float = 30.0
+    """A collective that takes longer is an error: longer than any step, shorter than anyone's patience."""

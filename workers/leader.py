@@ -1,4 +1,4 @@
-"""The leader's loop: take commands, plan a step, apply it, collect what it gave.
+"""The leader's loop: take commands, plan a step, tell the other ranks, apply it, collect what it gave.
 
 One thread runs the loop and alone touches scheduler, cache and model; others hand it commands
 (``submit``, ``abort``, ``call``) and get updates through one callback a step.
@@ -22,11 +22,15 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from holdfast.errors import HoldfastError, InvalidRequest, StaleEpoch
+from holdfast.tokens import pack_tokens
+from holdfast.v1 import rank_pb2, worker_pb2
+from workers.collectives import Collectives
 from workers.config import EngineConfig
-from workers.kv import AuditReport, Outcome
-from workers.rank import Rank, StepResult
+from workers.kv import Outcome
+from workers.rank import Batch, Rank, StepResult
 from workers.sampler import TokenLogprobs
 from workers.scheduling import Finish, SamplingParams, Scheduler, SchedulerLimits, Turn, Work
+from workers.step_log import Acks, LogWriter, RecordedCache, audit_message
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.5
@@ -86,10 +90,13 @@ class _StopText:
 
 
 class Leader:
-    """Runs turns on one rank.
+    """Runs turns on one rank, or on a group of which it is rank 0.
 
-    ``emit`` is called in the loop's thread, once a step, with all updates; ``on_crash`` if the loop
-    itself fails. Then nothing of this rank's state may be trusted: the process must go.
+    ``emit`` is called once a step, with all updates, when every rank has acked the step; ``on_crash`` if
+    the loop itself fails. Then nothing of this rank's state may be trusted: the process must go.
+
+    In a group, ``send`` takes an entry of the step log to all followers and returns at once; whoever
+    gets their acks gives them to ``log.ack``.
     """
 
     def __init__(
@@ -97,8 +104,15 @@ class Leader:
         config: EngineConfig,
         emit: Callable[[list[TurnUpdate]], None],
         on_crash: Callable[[BaseException], None],
+        *,
+        incarnation: int = 0,
+        group: Collectives | None = None,
+        send: Callable[[rank_pb2.Entry], None] | None = None,
     ) -> None:
-        self.rank = Rank(config)
+        self.rank = Rank(config, group)
+        self.log = LogWriter(incarnation, self.rank.shard.size - 1)
+        self._send = send
+        self._num_measured = 0
         self.cache = self.rank.cache
         limits = SchedulerLimits(
             context_len=self.rank.context_len,
@@ -138,68 +152,150 @@ class Leader:
         """End a turn and take its session back to its last good turn. Unknown: nothing happens."""
         self._commands.put(partial(self._abort, turn_id))
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run ``function`` between two steps; its result or error is the future's."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # the caller's to handle, whatever it is
-                future.set_exception(error)
-
-        self._commands.put(run)
-        return future
-
-    def release_session(self, session_id: str, epoch: int, *, after_turn: bool = False) -> Future[int]:
+    def release_session(
+        self, session_id: str, epoch: int, *, after_turn: bool = False
+    ) -> Future[worker_pb2.ControlResponse]:
         """Free a session's slot; a running turn is ended first, or (``after_turn``) waited for.
 
-        The future gives the pages freed. Raises StaleEpoch through it.
+        The future is done when every rank has done it. Raises StaleEpoch through it.
         """
-        done: Future[int] = Future()
+        done: Future[worker_pb2.ControlResponse] = Future()
+
+        def release_now() -> None:
+            turn = self.scheduler.turn_of(session_id)
+            if turn is not None:
+                self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
+            self.cache.release_session(session_id)
+            self._epochs.pop(session_id, None)
 
         def release() -> None:
-            try:
-                self._check_epoch(session_id, epoch)
-                turn, free_before = self.scheduler.turn_of(session_id), self.cache.pool.num_free
-                if turn is not None and after_turn:
-                    self._after_turn.setdefault(session_id, []).append(release)
-                    return
-                if turn is not None:
-                    self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
-                self.cache.release_session(session_id)
-                self._epochs.pop(session_id, None)
-                done.set_result(self.cache.pool.num_free - free_before)
-            except HoldfastError as error:
-                done.set_exception(error)
+            self._check_epoch(session_id, epoch)
+            if after_turn and self.scheduler.turn_of(session_id) is not None:
+                self._after_turn.setdefault(session_id, []).append(command)
+                return
+            self._control(release_now, done)
 
-        self._commands.put(release)
+        command = _answering(release, done)
+        self._commands.put(command)
         return done
 
-    def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[int]:
-        """Cut an idle session's KV; the future gives the pages freed."""
+    def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[worker_pb2.ControlResponse]:
+        """Cut an idle session's KV; the future is done when every rank has done it.
 
-        def cut() -> int:
+        Raises StaleEpoch, SessionBusy, InvalidRequest through it.
+        """
+
+        def cut() -> None:
             self._check_epoch(session_id, epoch)
-            if session_id not in self.cache.slots:
-                return 0
-            return self.cache.free_tail(session_id, keep_len)
+            if session_id in self.cache.slots:
+                self.cache.free_tail(session_id, keep_len)
 
-        return self.call(cut)
+        return self._control_call(cut)
+
+    def flush(self) -> Future[worker_pb2.ControlResponse]:
+        """Drop idle slots and cached pages, on every rank."""
+        return self._control_call(self.cache.flush)
 
     def fork(self, parent_id: str, child_id: str, epoch: int, at_len: int | None) -> Future[int]:
         """A new session that shares its parent's KV; the future gives how many tokens it has of it."""
+        done: Future[int] = Future()
 
-        def fork() -> int:
+        def fork() -> None:
             child = self.cache.fork(parent_id, child_id, at_len)
             self._epochs[child_id] = epoch
-            return child.committed_len
+            shared_len = child.committed_len
+            self._when_applied(lambda acks: done.set_result(shared_len))
 
-        return self.call(fork)
+        self._commands.put(_answering(fork, done))
+        return done
 
-    def audit(self) -> Future[AuditReport]:
-        """Recount every page, between two steps."""
-        return self.call(self.cache.audit)
+    def audit(self) -> Future[worker_pb2.AuditResponse]:
+        """Recount every page on every rank, at one index of the step log. Exact on a busy worker."""
+        done: Future[worker_pb2.AuditResponse] = Future()
+
+        def audit() -> None:
+            self._record(rank_pb2.Op(audit=rank_pb2.AuditOp()))
+            ours, index = audit_message(self.cache.audit()), self._control_index()
+            digest = 0 if self._recorded else self.cache.digest()
+
+            def answer(acks: Acks) -> None:
+                reports = [ours]
+                for rank, ack in sorted(acks.items()):
+                    ack.audit.rank, ack.audit.digest = rank, ack.digest
+                    reports.append(ack.audit)
+                # The acks' digests were compared with the leader's: theirs is its own.
+                ours.digest = reports[-1].digest if acks else digest
+                ok = all(report.ok for report in reports)
+                done.set_result(worker_pb2.AuditResponse(ok=ok, log_index=index, ranks=reports))
+
+            self._when_applied(answer)
+
+        self._commands.put(_answering(audit, done))
+        return done
+
+    # ---- the other ranks ----------------------------------------------------------------------------
+
+    @property
+    def _recorded(self) -> RecordedCache | None:
+        return self.cache if isinstance(self.cache, RecordedCache) else None
+
+    def _record(self, op: rank_pb2.Op) -> None:
+        if self._recorded is not None:
+            self._recorded.ops.append(op)
+
+    def _write_log(self, batch: Batch) -> None:
+        """Send what happened since the last entry, and what to compute. Nothing waits for the answer."""
+        if self._recorded is None:
+            self.log.last_index += bool(batch.rows)
+            return
+        ops = self._recorded.take_ops()
+        if not ops and not batch.rows:
+            return
+        message = rank_pb2.Batch(
+            rows=batch.rows,
+            starts=batch.starts,
+            counts=batch.counts,
+            tokens=pack_tokens(batch.tokens),
+            logit_rows=batch.logit_rows,
+        )
+        assert self._send is not None, "a group's leader can reach its followers"
+        self._send(self.log.append(ops, message, self.cache.digest()))
+        self._num_measured = 0
+
+    def _control_index(self) -> int:
+        """The index of the entry that holds the operations of this moment."""
+        return self.log.last_index + (self._recorded is not None)
+
+    def _when_applied(self, ready: Callable[[Acks], None]) -> None:
+        """Call ``ready`` when every rank has applied all that was done so far (law L9)."""
+        self.log.hold(self._control_index(), ready, keep_acks=True)
+
+    def _control(self, act: Callable[[], object], done: Future[worker_pb2.ControlResponse]) -> None:
+        """Do what the control plane asks for, count the pages it frees, and answer when all ranks have."""
+        free_before = self.cache.pool.num_free
+        self._record(rank_pb2.Op(measure=rank_pb2.MeasureOp()))
+        act()
+        self._record(rank_pb2.Op(measure=rank_pb2.MeasureOp(end=True)))
+        freed = self.cache.pool.num_free - free_before
+        index, number = self._control_index(), self._num_measured
+        self._num_measured += 1
+        digest = 0 if self._recorded else self.cache.digest()
+
+        def answer(acks: Acks) -> None:
+            answers = [
+                worker_pb2.RankAnswer(rank=r, log_index=a.index, pages_freed=a.pages_freed[number], digest=a.digest)
+                for r, a in sorted(acks.items())
+            ]
+            ours = worker_pb2.RankAnswer(log_index=index, pages_freed=freed)
+            ours.digest = answers[0].digest if answers else digest
+            done.set_result(worker_pb2.ControlResponse(log_index=index, ranks=[ours, *answers]))
+
+        self._when_applied(answer)
+
+    def _control_call(self, act: Callable[[], object]) -> Future[worker_pb2.ControlResponse]:
+        done: Future[worker_pb2.ControlResponse] = Future()
+        self._commands.put(_answering(lambda: self._control(act, done), done))
+        return done
 
     # ---- the loop ---------------------------------------------------------------------------------
 
@@ -212,9 +308,11 @@ class Leader:
             raise
 
     def step(self) -> None:
-        """One turn of the loop: plan -> apply -> collect."""
+        """One turn of the loop: plan -> tell -> apply -> collect."""
         step = self.scheduler.plan()
-        result = self.rank.apply(step)
+        batch = Batch.of(step.work)
+        self._write_log(batch)
+        result = self.rank.apply(step, batch)
         for work in step.work:
             self._collect(work, result)
         self.counters["steps"] += bool(step.work)
@@ -361,7 +459,19 @@ class Leader:
         updates, self._updates = self._updates, {}
         news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
         if news:
-            self._emit(news)
+            self.log.hold(self.log.last_index, lambda acks: self._emit(news))
+
+
+def _answering(run: Callable[[], None], done: Future[T]) -> Callable[[], None]:
+    """``run``, with its errors going to who waits for ``done``."""
+
+    def answering() -> None:
+        try:
+            run()
+        except HoldfastError as error:
+            done.set_exception(error)
+
+    return answering
 
 
 def common_prefix_len(a: array[int], b: array[int]) -> int:

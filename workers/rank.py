@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
 import torch
 
 from holdfast.errors import ConfigError
+from workers.collectives import Collectives, Shard
 from workers.config import EngineConfig
 from workers.kernels.paged_attention import plan_attention
-from workers.kv import SessionCache
+from workers.kv import PageCopy, SessionCache, TableUpdate
+from workers.kv.sessions import new_tokens
 from workers.models import ForwardBatch, KVPool, ModelConfig, load_decoder
 from workers.models.config import DTYPES
 from workers.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.scheduling import Step, Work
+from workers.step_log import RecordedCache
 
 CPU_KV_TOKENS = 65_536
 CPU_KV_MEMORY_FRACTION = 0.2
@@ -31,78 +36,113 @@ class StepResult:
     input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-class Rank:
-    """Owns one device's model, KV and page tables."""
+@dataclass(slots=True)
+class Batch:
+    """What a step computes: turns' shares one after another. All that a rank needs to know of turns."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    rows: list[int] = field(default_factory=list)
+    """of the page tables, one for each turn"""
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=new_tokens)
+    logit_rows: list[int] = field(default_factory=list)
+    """Which tokens' logits are wanted: first those that give a token, then those of input tokens."""
+
+    @classmethod
+    def of(cls, work: list[Work]) -> Batch:
+        batch = cls([w.row for w in work], [w.start for w in work], [w.count for w in work])
+        for w in work:
+            batch.tokens += w.turn.tokens[w.start : w.start + w.count]
+        firsts = [0, *itertools.accumulate(batch.counts)]
+        batch.logit_rows = [firsts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
+        for first, w in zip(firsts, work, strict=False):
+            batch.logit_rows += [first + p - w.start for p in _input_logprob_rows(w)]
+        return batch
+
+
+class Rank:
+    """Owns one device's model (in a group: its shard), KV and page tables.
+
+    The ranks of a group are made at the same time: they agree on how many pages there are.
+    """
+
+    def __init__(self, config: EngineConfig, group: Collectives | None = None) -> None:
+        self.shard = group.shard if group is not None else Shard()
         self.model_config = ModelConfig.from_folder(config.model)
-        self.device = _device(config.device)
+        self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         self.decoder = load_decoder(
-            config.model, self.model_config, device=self.device, dtype=self.dtype, context_len=self.context_len
+            config.model,
+            self.model_config,
+            device=self.device,
+            dtype=self.dtype,
+            context_len=self.context_len,
+            group=group,
         )
         num_pages = self._num_pages(config)
-        self.cache = SessionCache(num_pages, config.page_size, config.max_sessions)
-        self.kv = KVPool(self.model_config, num_pages, config.page_size, self.dtype, self.device)
+        if group is not None:
+            num_pages = group.minimum(num_pages, self.device)
+        leads = self.shard.size > 1 and self.shard.rank == 0
+        kind = RecordedCache if leads else SessionCache
+        self.cache: SessionCache = kind(num_pages, config.page_size, config.max_sessions)
+        self.kv = KVPool(self.decoder.config, num_pages, config.page_size, self.dtype, self.device)
         max_pages = -(-self.context_len // config.page_size)
         # Entries that were never set point to the spare page past the pool's end.
         self.tables = torch.full((config.max_sessions, max_pages), num_pages, dtype=torch.int32, device=self.device)
         self._eos = frozenset(self.model_config.eos_token_ids)
 
-    @torch.inference_mode()
-    def apply(self, step: Step) -> StepResult:
-        """Run a step: copies and table updates, one forward pass, sampling."""
-        self._apply_updates(step)
+    def apply(self, step: Step, batch: Batch) -> StepResult:
+        """The leader's part of a step: compute, and choose the tokens."""
         result = StepResult()
-        if not step.work:
-            return result
-        wanted = [_input_logprob_rows(w) for w in step.work]
-        logits = self.decoder.forward(self._batch(step.work, wanted), self.kv)
-        self._sample(step.work, logits, result)
-        self._input_logprobs(step.work, wanted, logits, result)
+        with torch.inference_mode():
+            logits = self.compute(batch, step.copies, step.table_updates)
+            if logits is not None:
+                self._sample(step.work, logits, result)
+                self._input_logprobs(step.work, logits, result)
         return result
 
-    def _apply_updates(self, step: Step) -> None:
-        if step.table_updates:
-            rows, columns, pages = (list(part) for part in zip(*step.table_updates, strict=True))
+    @torch.inference_mode()
+    def compute(
+        self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]
+    ) -> torch.Tensor | None:
+        """Copies and table updates, then one forward pass. The logits (see ``Decoder.forward``), if any."""
+        self._apply_updates(copies, table_updates)
+        return self.decoder.forward(self._forward_batch(batch), self.kv) if batch.rows else None
+
+    def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        if table_updates:
+            rows, columns, pages = (list(part) for part in zip(*table_updates, strict=True))
             # Later updates win: an entry can change twice in a step, and scattered writes have no order.
             last = dict(zip(zip(rows, columns, strict=True), pages, strict=True))
             index = torch.tensor(list(last), device=self.device).T
             values = torch.tensor(list(last.values()), dtype=torch.int32, device=self.device)
             self.tables[index[0], index[1]] = values
-        self.kv.copy_pages(step.copies)
-        self.cache.finish_copies(len(step.copies))
+        self.kv.copy_pages(copies)
+        self.cache.finish_copies(len(copies))
 
-    def _batch(self, work: list[Work], wanted: list[range]) -> ForwardBatch:
-        size, model = self.cache.page_size, self.model_config
-        counts = [w.count for w in work]
-        context_lens = [w.start + w.count for w in work]
-        tokens = torch.tensor([t for w in work for t in w.turn.tokens[w.start : w.start + w.count]])
-        positions = torch.tensor([p for w in work for p in range(w.start, w.start + w.count)])
-        rows = torch.tensor([w.row for w in work], device=self.device)
-        tokens, positions = tokens.to(self.device), positions.to(self.device)
+    def _forward_batch(self, batch: Batch) -> ForwardBatch:
+        size, model, counts = self.cache.page_size, self.decoder.config, batch.counts
+        context_lens = [start + count for start, count in zip(batch.starts, counts, strict=True)]
+        spans = zip(batch.starts, context_lens, strict=True)
+        positions = torch.tensor([p for start, end in spans for p in range(start, end)]).to(self.device)
+        rows = torch.tensor(batch.rows, device=self.device)
         tables = self.tables[:, : -(-max(context_lens) // size)].index_select(0, rows)
         sequence = torch.repeat_interleave(
-            torch.arange(len(work), device=self.device), torch.tensor(counts, device=self.device)
+            torch.arange(len(counts), device=self.device), torch.tensor(counts, device=self.device)
         )
-        pages = tables[sequence, positions // size].long()
-        starts = [0, *itertools.accumulate(counts)]
-        # Logits wanted: first those that give a token, then those of input tokens.
-        logit_rows = [starts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
-        logit_rows += [starts[i] + p - w.start for i, w in enumerate(work) for p in wanted[i]]
         return ForwardBatch(
-            tokens=tokens,
+            tokens=torch.tensor(batch.tokens, dtype=torch.int64).to(self.device),
             positions=positions,
-            write_pages=pages,
+            write_pages=tables[sequence, positions // size].long(),
             write_offsets=positions % size,
             tables=tables,
             attention=plan_attention(
                 counts, context_lens, model.num_heads // model.num_kv_heads, self.dtype, self.device
             ),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
+            logit_rows=torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device),
         )
 
     def _sample(self, work: list[Work], logits: torch.Tensor, result: StepResult) -> None:
@@ -121,9 +161,10 @@ class Rank:
             for i, logprobs in zip(with_logprobs, logprobs_of(raw, chosen, tops), strict=True):
                 result.logprobs[turns[i].turn_id] = logprobs
 
-    def _input_logprobs(self, work: list[Work], wanted: list[range], logits: torch.Tensor, result: StepResult) -> None:
+    def _input_logprobs(self, work: list[Work], logits: torch.Tensor, result: StepResult) -> None:
         at = sum(w.samples for w in work)
-        for w, positions in zip(work, wanted, strict=True):
+        for w in work:
+            positions = _input_logprob_rows(w)
             if positions:
                 targets = list(w.turn.tokens[positions.start + 1 : positions.stop + 1])
                 tops = [max(0, w.turn.params.num_logprobs)] * len(targets)
@@ -132,7 +173,7 @@ class Rank:
                 at += len(targets)
 
     def _num_pages(self, config: EngineConfig) -> int:
-        page_bytes = KVPool.page_size_bytes(self.model_config, config.page_size, self.dtype)
+        page_bytes = KVPool.page_size_bytes(self.decoder.config, config.page_size, self.dtype)
         if config.max_total_tokens is not None:
             return -(-config.max_total_tokens // config.page_size)
         if self.device.type == "cuda":
@@ -151,7 +192,8 @@ def _input_logprob_rows(work: Work) -> range:
     return range(max(work.start, turn.params.logprob_start), max(last, turn.params.logprob_start, work.start))
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """``auto``: CUDA where there is one. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

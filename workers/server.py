@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
@@ -15,10 +15,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from holdfast.errors import InvalidRequest, NoWorkerAvailable
+from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import SERVER_OPTIONS, answers_errors, unpack_tokens
+from holdfast.wire import SERVER_OPTIONS, answers_errors
+from workers.collectives import Collectives
 from workers.config import EngineConfig
 from workers.leader import Leader, Submission, TurnUpdate
+from workers.rank_links import RankLinks
 from workers.sampler import TokenLogprobs
 from workers.scheduling import SamplingParams
 
@@ -27,24 +30,52 @@ T = TypeVar("T")
 BEAT_INTERVAL_S = 0.25
 """Several beats fit into a router's lease (2 s), so that one late beat is not a death."""
 DRAIN_POLL_S = 0.02
+MAX_ANSWERS = 1024
+"""Answers of the control plane that are kept for whoever asks again."""
 SERVICE = "holdfast.v1.WorkerService"
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
-    """One worker's face. Runs in an asyncio loop; the engine has a thread of its own."""
+    """One worker's face. Runs in an asyncio loop; the engine has a thread of its own.
 
-    def __init__(self, worker_id: str, incarnation: int, config: EngineConfig) -> None:
+    ``group``: the ranks of which this one leads, if there are several. ``on_lost`` is called, from any
+    thread, when the worker must end, with the reason.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: int,
+        config: EngineConfig,
+        on_lost: Callable[[str], None],
+        *,
+        node: str = "",
+        group: Collectives | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self._loop = asyncio.get_running_loop()
-        self._leader = Leader(config, self._emit, self._die)
+        self._config = config
+        self._group = group
+        self._node = node
+        self._on_lost = on_lost
+        self._links = RankLinks(config.rank_lease_s, on_lost)
+        self._leader: Leader
+        self._answers: OrderedDict[tuple[str, str, int, str], Future[worker_pb2.ControlResponse]] = OrderedDict()
         self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
         self._draining = False
         self._beat_interval_s = BEAT_INTERVAL_S
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, host: str) -> str:
-        """Serve on a free port of ``host``; returns the address."""
+    async def start(self, host: str, followers: Callable[[], dict[int, str]] = dict) -> str:
+        """Load the model and serve on a free port of ``host``; returns the address.
+
+        ``followers`` gives the other ranks' addresses when they are ready; it may wait for them.
+        """
+        self._leader = await asyncio.to_thread(self._load)
+        addresses = await asyncio.to_thread(followers)
+        timeout_s = self._config.collective_timeout_s
+        await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
         checks = health.aio.HealthServicer()
@@ -59,10 +90,25 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._server = server
         return f"{host}:{port}"
 
+    def _load(self) -> Leader:
+        return Leader(
+            self._config,
+            self._emit,
+            lambda error: self._on_lost(f"the engine failed: {error!r}"),
+            incarnation=self.incarnation,
+            group=self._group,
+            send=self._links.send,
+        )
+
+    def expect_end(self) -> None:
+        """The other ranks are about to stop: that they leave is no loss."""
+        self._links.expect_end()
+
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(grace=0.2)
         await asyncio.to_thread(self._leader.stop)
+        await self._links.stop()
 
     # ---- turns ------------------------------------------------------------------------------------
 
@@ -121,44 +167,49 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     @answers_errors
     async def Release(
         self, request: worker_pb2.WorkerReleaseRequest, context: grpc.aio.ServicerContext
-    ) -> session_pb2.ReleaseResponse:
+    ) -> worker_pb2.ControlResponse:
         after_turn = request.mode == session_pb2.RELEASE_MODE_AFTER_TURN
-        future = self._leader.release_session(request.session_id, request.epoch, after_turn=after_turn)
-        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(future))
+        return await self._once(
+            ("release", request.session_id, request.epoch, request.request_id),
+            lambda: self._leader.release_session(request.session_id, request.epoch, after_turn=after_turn),
+        )
 
     @answers_errors
     async def FreeTail(
         self, request: worker_pb2.WorkerFreeTailRequest, context: grpc.aio.ServicerContext
-    ) -> session_pb2.ReleaseResponse:
-        future = self._leader.free_tail(request.session_id, request.epoch, request.keep_len)
-        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(future))
+    ) -> worker_pb2.ControlResponse:
+        return await self._once(
+            ("free_tail", request.session_id, request.epoch, request.request_id),
+            lambda: self._leader.free_tail(request.session_id, request.epoch, request.keep_len),
+        )
+
+    def _once(
+        self, key: tuple[str, str, int, str], ask: Callable[[], Future[worker_pb2.ControlResponse]]
+    ) -> Awaitable[worker_pb2.ControlResponse]:
+        """The answer to a request of the control plane; to the same request again, the same answer."""
+        future = self._answers.get(key) if key[-1] else None
+        if future is None:
+            future = ask()
+            if key[-1]:
+                self._answers[key] = future
+                if len(self._answers) > MAX_ANSWERS:
+                    self._answers.popitem(last=False)
+        return _result(future)
 
     @answers_errors
     async def Fork(
         self, request: worker_pb2.WorkerForkRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerForkResponse:
         future = self._leader.fork(request.session_id, request.child_id, request.epoch, request.at_len)
-        return worker_pb2.WorkerForkResponse(shared_len=await asyncio.wrap_future(future))
+        return worker_pb2.WorkerForkResponse(shared_len=await _result(future))
 
     @answers_errors
     async def Audit(
         self, request: worker_pb2.AuditRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.AuditResponse:
-        report = await asyncio.wrap_future(self._leader.audit())
-        return worker_pb2.AuditResponse(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            ok=report.ok,
-            num_pages=report.num_pages,
-            num_free=report.num_free,
-            num_cached=report.num_cached,
-            num_held=report.num_held,
-            num_slots=report.num_slots,
-            num_running=report.num_running,
-            leaked=report.leaked,
-            overheld=report.overheld,
-            faults=report.faults,
-        )
+        report = await _result(self._leader.audit())
+        report.worker_id, report.incarnation = self.worker_id, self.incarnation
+        return report
 
     async def Stats(
         self, request: worker_pb2.StatsRequest, context: grpc.aio.ServicerContext
@@ -168,13 +219,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     @answers_errors
     async def Flush(
         self, request: worker_pb2.FlushRequest, context: grpc.aio.ServicerContext
-    ) -> session_pb2.ReleaseResponse:
-        def flush() -> int:
-            before = self._leader.cache.pool.num_free
-            self._leader.cache.flush()
-            return self._leader.cache.pool.num_free - before
-
-        return session_pb2.ReleaseResponse(pages_freed=await asyncio.wrap_future(self._leader.call(flush)))
+    ) -> worker_pb2.ControlResponse:
+        return await _result(self._leader.flush())
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -213,11 +259,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             retracted=scheduler.num_retracted,
             counters=dict(counters),
             draining=self._draining,
+            ranks=[
+                worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),
+                *self._links.stats(self._leader.log),
+            ],
         )
 
-    def _die(self, error: BaseException) -> None:
-        log.critical("the engine of worker %s failed: %r; the process ends", self.worker_id, error, exc_info=error)
-        os.kill(os.getpid(), signal.SIGKILL)
+
+async def _result(future: Future[T]) -> T:
+    # Shielded: a caller that gives up must not cancel what the engine will answer, perhaps to another.
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _submission(submit: worker_pb2.Submit) -> Submission:

@@ -126,6 +126,12 @@ class DeadlineExceeded(HoldfastError):
     grpc_code = "DEADLINE_EXCEEDED"
 
 
+class RankDiverged(HoldfastError):
+    """A rank does not hold its leader's state; its worker ends before a token of that step leaves it."""
+
+    code = "rank_diverged"
+
+
 class JournalUnavailable(HoldfastError):
     """The journal cannot be written, so nothing new may be shown; nothing shown is lost."""
 

@@ -1,9 +1,7 @@
-"""Errors and token ids on the wire: the same conversion at every edge."""
+"""Errors on the wire: the same conversion at every edge."""
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -67,20 +65,3 @@ def answers_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Await
             await abort_with(context, error)
 
     return answering
-
-
-def pack_tokens(tokens: array[int]) -> bytes:
-    """Token ids as int32, little endian."""
-    if sys.byteorder == "big":
-        tokens = array("i", tokens)
-        tokens.byteswap()
-    return tokens.tobytes()
-
-
-def unpack_tokens(data: bytes) -> array[int]:
-    """Raises ValueError if ``data`` is not whole int32s."""
-    tokens = array("i")
-    tokens.frombytes(data)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens

@@ -125,14 +125,14 @@ def test_release_frees_at_any_moment() -> None:
     freed = engine.leader.release_session("s", 1)
     engine.commands()
     engine.leader.step()
-    assert freed.result(1) > 0 and engine.last("t").finish == Finish("abort", "released")
+    assert freed.result(1).ranks[0].pages_freed > 0 and engine.last("t").finish == Finish("abort", "released")
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages
     engine.submit("t2", "s", list(range(20, 60)))
     later = engine.leader.release_session("s", 1, after_turn=True)
     engine.commands()
     assert not later.done()
     engine.run()
-    assert later.result(1) > 0 and len(engine.output("t2")) == 12
+    assert later.result(1).ranks[0].pages_freed > 0 and len(engine.output("t2")) == 12
 
 
 def test_stale_epoch_is_refused_and_newer_one_takes_over() -> None:

@@ -31,6 +31,8 @@ class PagePool:
         # its descendants and plain LRU order never evicts a parent before its children.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._indexed = bytearray(num_pages)
+        self.touched: set[int] = set()
+        """Pages whose count changed since the digest was taken."""
 
     @property
     def num_free(self) -> int:
@@ -59,6 +61,7 @@ class PagePool:
         page = self._free.pop()
         assert self.refcounts[page] == 0, f"page {page} was on the free list with holders"
         self.refcounts[page] = 1
+        self.touched.add(page)
         return page
 
     def oldest_cached(self) -> int | None:
@@ -68,6 +71,7 @@ class PagePool:
     def incref(self, page: int) -> None:
         assert self.refcounts[page] > 0, f"page {page} is free and cannot gain a holder"
         self.refcounts[page] += 1
+        self.touched.add(page)
         if self._indexed[page]:
             self._cached.pop(page, None)
 
@@ -76,6 +80,7 @@ class PagePool:
         count = self.refcounts[page] - 1
         assert count >= 0, f"page {page} has no holder to drop"
         self.refcounts[page] = count
+        self.touched.add(page)
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed under the prefix index"
             self._free.append(page)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from holdfast.errors import InvalidRequest, OutOfPages, SessionBusy, SessionExists, SessionNotFound
 from workers.kv.audit import AuditReport, audit
+from workers.kv.digest import StateDigest
 from workers.kv.pages import PagePool
 from workers.kv.prefix import PrefixEntry, PrefixIndex, chain_digest
 
@@ -108,6 +109,10 @@ class SessionCache:
         self._free_rows = list(range(max_slots - 1, -1, -1))
         # Slots that could be evicted, least recently used first. Running slots are not in it.
         self._idle: OrderedDict[str, Slot] = OrderedDict()
+        self._digest = StateDigest(num_pages, page_size)
+        # Slots that changed since the digest was taken, and how much of their tables is as it was.
+        self._touched: dict[str, int] = {}
+        self._max_touched = 4 * max_slots
 
     # ---- what a turn goes through ------------------------------------------------------------
 
@@ -122,12 +127,7 @@ class SessionCache:
             if slot.tenant != tenant:
                 raise SessionExists(f"session {session_id} belongs to another tenant")
             return slot
-        if not self._free_rows:
-            self._evict_for_a_row()
-        slot = Slot(session_id, tenant, self._free_rows.pop(), ephemeral)
-        self.slots[session_id] = slot
-        self._idle[session_id] = slot
-        return slot
+        return self._new_slot(session_id, tenant, ephemeral=ephemeral)
 
     def resume(
         self, session_id: str, turn_id: str, tokens: array[int], keep_len: int, *, match_prefix: bool = True
@@ -152,6 +152,7 @@ class SessionCache:
             slot.turn_id = turn_id
             slot.base_len = keep_len
         slot.running = True
+        self._touch(slot)
         self._idle.pop(session_id, None)
         del slot.tokens[keep_len:]
         self._cut(slot, min(keep_len, len(tokens) - 1))
@@ -177,10 +178,13 @@ class SessionCache:
         if copy_on_write:
             # The pending copy takes over the slot's reference to the old page until it is done.
             assert len(slot.pages) == slot.committed_len // size + 1, "a shared page lies inside a table"
-            self._append_page(slot, copied_from=slot.pages.pop())
+            shared = slot.pages.pop()
+            self._touch(slot)
+            self._append_page(slot, copied_from=shared)
         for _ in range(num_new):
             self._append_page(slot)
         slot.allocated_len = max(slot.allocated_len, wanted_len)
+        self._touch(slot)
 
     def commit(self, session_id: str, tokens: array[int]) -> None:
         """The KV of ``tokens``, at the next positions, is computed. Pages that fill up are indexed."""
@@ -194,6 +198,7 @@ class SessionCache:
         else:
             slot.tokens[start:end] = tokens
         slot.committed_len = end
+        self._touch(slot)
         if end // self.page_size > start // self.page_size:
             self._index_full_pages(slot)
 
@@ -268,13 +273,9 @@ class SessionCache:
             raise InvalidRequest(f"session {parent_id} has {known_len} tokens, cannot fork it at {at_len}")
         if child_id in self.slots:
             raise SessionExists(f"session {child_id} is there already")
-        # The parent must not be the slot that makes room for its child.
-        was_idle = self._idle.pop(parent_id, None)
-        try:
-            child = self.open(child_id, parent.tenant)
-        finally:
-            if was_idle is not None:
-                self._idle[parent_id] = parent
+        child = self._new_slot(child_id, parent.tenant, spared=parent)
+        if parent_id in self._idle:
+            self._idle.move_to_end(parent_id)
         size = self.page_size
         shared_len = min(at_len, parent.committed_len)
         if parent.running:
@@ -302,16 +303,9 @@ class SessionCache:
         for copy in done:
             self.pool.decref(copy.source)
 
-    def evict_idle(self) -> str | None:
-        """Drop the least recently used idle slot's pages. Returns its session, None if none is idle."""
-        session_id = next(iter(self._idle), None)
-        if session_id is not None:
-            self._evict(self._idle[session_id])
-        return session_id
-
     def flush(self) -> None:
         """Drop every idle slot and every cached page (running turns keep theirs)."""
-        while self.evict_idle() is not None:
+        while self._evict_oldest_idle():
             pass
         while self.index.evict_oldest():
             pass
@@ -319,12 +313,35 @@ class SessionCache:
     def audit(self) -> AuditReport:
         return audit(self)
 
+    def digest(self) -> int:
+        """64 bits that differ where page tables, reference counts or lengths do. O(changes since the last)."""
+        value = self._digest.update(self.pool.refcounts, self.pool.touched, self.slots, self._touched)
+        self.pool.touched.clear()
+        self._touched.clear()
+        return value
+
     # ---- inside --------------------------------------------------------------------------------
 
     def _slot(self, session_id: str) -> Slot:
         slot = self.slots.get(session_id)
         if slot is None:
             raise SessionNotFound(f"session {session_id} has no slot here; open it first")
+        return slot
+
+    def _touch(self, slot: Slot) -> None:
+        num_kept = len(slot.pages)
+        self._touched[slot.session_id] = min(self._touched.get(slot.session_id, num_kept), num_kept)
+
+    def _new_slot(self, session_id: str, tenant: str, *, ephemeral: bool = False, spared: Slot | None = None) -> Slot:
+        """``spared``: a slot that must not be the one that makes room."""
+        if not self._free_rows:
+            self._evict_for_a_row(spared)
+        if len(self._touched) >= self._max_touched:
+            self.digest()  # so that what was touched stays bounded where nobody asks for the digest
+        slot = Slot(session_id, tenant, self._free_rows.pop(), ephemeral)
+        self.slots[session_id] = slot
+        self._idle[session_id] = slot
+        self._touch(slot)
         return slot
 
     def _cut(self, slot: Slot, keep_len: int) -> int:
@@ -337,6 +354,7 @@ class SessionCache:
             self._cancel_copies(slot.pages[num_kept:])
         while len(slot.pages) > num_kept:
             num_freed += self.pool.decref(slot.pages.pop())
+        self._touch(slot)
         del slot.entries[slot.committed_len // size :]
         return num_freed
 
@@ -395,7 +413,7 @@ class SessionCache:
         if num_pages > self.pool.num_free + self.pool.num_cached:
             self._require_evictable(num_pages)
         while self.pool.num_free < num_pages:
-            if not self.index.evict_oldest() and self.evict_idle() is None:
+            if not self.index.evict_oldest() and not self._evict_oldest_idle():
                 raise AssertionError("evictable pages were counted, but are not there")
 
     def _require_evictable(self, num_pages: int) -> None:
@@ -411,6 +429,14 @@ class SessionCache:
                 f"{self.pool.num_pages} are not in use by running turns"
             )
 
+    def _evict_oldest_idle(self) -> bool:
+        """Drop the least recently used idle slot's pages, if any slot is idle."""
+        oldest = next(iter(self._idle.values()), None)
+        if oldest is None:
+            return False
+        self._evict(oldest)
+        return True
+
     def _evict(self, slot: Slot) -> None:
         if slot.turn_id is None:
             self._drop(slot)
@@ -420,8 +446,8 @@ class SessionCache:
         del slot.tokens[:]
         del self._idle[slot.session_id]
 
-    def _evict_for_a_row(self) -> None:
-        victim = next((s for s in self._idle.values() if s.turn_id is None), None)
+    def _evict_for_a_row(self, spared: Slot | None = None) -> None:
+        victim = next((s for s in self._idle.values() if s.turn_id is None and s is not spared), None)
         if victim is None:
             raise OutOfPages(f"all {len(self.slots)} slots are taken by turns")
         self._evict(victim)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from holdfast.v1 import session_pb2 as holdfast_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18holdfast/v1/worker.proto\x12\x0bholdfast.v1\x1a\x19holdfast/v1/session.proto\"f\n\rRouterMessage\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.AbortH\x00\x42\t\n\x07message\"\xd4\x01\n\x06Submit\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x12\n\nprefix_len\x18\x06 \x01(\x05\x12\x12\n\nprefix_crc\x18\x07 \x01(\r\x12\x12\n\nprompt_len\x18\x08 \x01(\x05\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x11\n\tephemeral\x18\n \x01(\x08\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\"\x97\x01\n\rWorkerMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.holdfast.v1.WelcomeH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.holdfast.v1.StepUpdatesH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.holdfast.v1.WorkerStatsH\x00\x42\t\n\x07message\"m\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\"7\n\x0bStepUpdates\x12(\n\x07updates\x18\x01 \x03(\x0b\x32\x17.holdfast.v1.TurnUpdate\"\xca\x02\n\nTurnUpdate\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\x31\n\x0einput_logprobs\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\x17\n\ncached_len\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rmatched_token\x18\x07 \x01(\x05H\x00\x12\x16\n\x0cmatched_text\x18\x08 \x01(\tH\x00\x12\x15\n\rneeds_history\x18\t \x01(\x08\x12\x12\n\nerror_code\x18\n \x01(\t\x12\x15\n\rerror_message\x18\x0b \x01(\tB\t\n\x07matchedB\r\n\x0b_cached_len\"a\n\x14WorkerReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\"L\n\x15WorkerFreeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08keep_len\x18\x03 \x01(\x05\"X\n\x11WorkerForkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0e\n\x06\x61t_len\x18\x04 \x01(\x05\"(\n\x12WorkerForkResponse\x12\x12\n\nshared_len\x18\x01 \x01(\x05\"\x0e\n\x0c\x41uditRequest\"\xe8\x01\n\rAuditResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\x11\n\tnum_pages\x18\x04 \x01(\x05\x12\x10\n\x08num_free\x18\x05 \x01(\x05\x12\x12\n\nnum_cached\x18\x06 \x01(\x05\x12\x10\n\x08num_held\x18\x07 \x01(\x05\x12\x11\n\tnum_slots\x18\x08 \x01(\x05\x12\x13\n\x0bnum_running\x18\t \x01(\x05\x12\x0e\n\x06leaked\x18\n \x03(\x05\x12\x10\n\x08overheld\x18\x0b \x03(\x05\x12\x0e\n\x06\x66\x61ults\x18\x0c \x03(\t\"\x0e\n\x0cStatsRequest\"\xd9\x02\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x13\n\x0bpages_total\x18\x04 \x01(\x05\x12\x12\n\npages_free\x18\x05 \x01(\x05\x12\x14\n\x0cpages_cached\x18\x06 \x01(\x05\x12\x12\n\npages_held\x18\x07 \x01(\x05\x12\x10\n\x08sessions\x18\x08 \x01(\x05\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x11\n\tretracted\x18\x0b \x01(\x03\x12\x38\n\x08\x63ounters\x18\x0c \x03(\x0b\x32&.holdfast.v1.WorkerStats.CountersEntry\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"#\n\rDrainResponse\x12\x12\n\nturns_left\x18\x01 \x01(\x05\"\x0e\n\x0c\x46lushRequest2\xb8\x04\n\rWorkerService\x12\x44\n\x06\x41ttach\x12\x1a.holdfast.v1.RouterMessage\x1a\x1a.holdfast.v1.WorkerMessage(\x01\x30\x01\x12J\n\x07Release\x12!.holdfast.v1.WorkerReleaseRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12L\n\x08\x46reeTail\x12\".holdfast.v1.WorkerFreeTailRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12G\n\x04\x46ork\x12\x1e.holdfast.v1.WorkerForkRequest\x1a\x1f.holdfast.v1.WorkerForkResponse\x12>\n\x05\x41udit\x12\x19.holdfast.v1.AuditRequest\x1a\x1a.holdfast.v1.AuditResponse\x12<\n\x05Stats\x12\x19.holdfast.v1.StatsRequest\x1a\x18.holdfast.v1.WorkerStats\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12@\n\x05\x46lush\x12\x19.holdfast.v1.FlushRequest\x1a\x1c.holdfast.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18holdfast/v1/worker.proto\x12\x0bholdfast.v1\x1a\x19holdfast/v1/session.proto\"f\n\rRouterMessage\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.AbortH\x00\x42\t\n\x07message\"\xd4\x01\n\x06Submit\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x12\n\nprefix_len\x18\x06 \x01(\x05\x12\x12\n\nprefix_crc\x18\x07 \x01(\r\x12\x12\n\nprompt_len\x18\x08 \x01(\x05\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x11\n\tephemeral\x18\n \x01(\x08\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\"\x97\x01\n\rWorkerMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.holdfast.v1.WelcomeH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.holdfast.v1.StepUpdatesH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.holdfast.v1.WorkerStatsH\x00\x42\t\n\x07message\"m\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\"7\n\x0bStepUpdates\x12(\n\x07updates\x18\x01 \x03(\x0b\x32\x17.holdfast.v1.TurnUpdate\"\xca\x02\n\nTurnUpdate\x12\x0f\n\x07turn_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\x31\n\x0einput_logprobs\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\x17\n\ncached_len\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rmatched_token\x18\x07 \x01(\x05H\x00\x12\x16\n\x0cmatched_text\x18\x08 \x01(\tH\x00\x12\x15\n\rneeds_history\x18\t \x01(\x08\x12\x12\n\nerror_code\x18\n \x01(\t\x12\x15\n\rerror_message\x18\x0b \x01(\tB\t\n\x07matchedB\r\n\x0b_cached_len\"u\n\x14WorkerReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"`\n\x15WorkerFreeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08keep_len\x18\x03 \x01(\x05\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"L\n\x0f\x43ontrolResponse\x12\x11\n\tlog_index\x18\x01 \x01(\x03\x12&\n\x05ranks\x18\x02 \x03(\x0b\x32\x17.holdfast.v1.RankAnswer\"R\n\nRankAnswer\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x11\n\tlog_index\x18\x02 \x01(\x03\x12\x13\n\x0bpages_freed\x18\x03 \x01(\x05\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"X\n\x11WorkerForkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0e\n\x06\x61t_len\x18\x04 \x01(\x05\"(\n\x12WorkerForkResponse\x12\x12\n\nshared_len\x18\x01 \x01(\x05\"\x0e\n\x0c\x41uditRequest\"\x7f\n\rAuditResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\x11\n\tlog_index\x18\x04 \x01(\x03\x12\'\n\x05ranks\x18\x05 \x03(\x0b\x32\x18.holdfast.v1.AuditReport\"\xdc\x01\n\x0b\x41uditReport\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\x11\n\tnum_pages\x18\x04 \x01(\x05\x12\x10\n\x08num_free\x18\x05 \x01(\x05\x12\x12\n\nnum_cached\x18\x06 \x01(\x05\x12\x10\n\x08num_held\x18\x07 \x01(\x05\x12\x11\n\tnum_slots\x18\x08 \x01(\x05\x12\x13\n\x0bnum_running\x18\t \x01(\x05\x12\x0e\n\x06leaked\x18\n \x03(\x05\x12\x10\n\x08overheld\x18\x0b \x03(\x05\x12\x0e\n\x06\x66\x61ults\x18\x0c \x03(\t\"\x0e\n\x0cStatsRequest\"\x80\x03\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x13\n\x0bpages_total\x18\x04 \x01(\x05\x12\x12\n\npages_free\x18\x05 \x01(\x05\x12\x14\n\x0cpages_cached\x18\x06 \x01(\x05\x12\x12\n\npages_held\x18\x07 \x01(\x05\x12\x10\n\x08sessions\x18\x08 \x01(\x05\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x11\n\tretracted\x18\x0b \x01(\x03\x12\x38\n\x08\x63ounters\x18\x0c \x03(\x0b\x32&.holdfast.v1.WorkerStats.CountersEntry\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12%\n\x05ranks\x18\x0e \x03(\x0b\x32\x16.holdfast.v1.RankStats\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"T\n\tRankStats\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tlog_index\x18\x04 \x01(\x03\x12\x0b\n\x03lag\x18\x05 \x01(\x03\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"#\n\rDrainResponse\x12\x12\n\nturns_left\x18\x01 \x01(\x05\"\x0e\n\x0c\x46lushRequest2\xb8\x04\n\rWorkerService\x12\x44\n\x06\x41ttach\x12\x1a.holdfast.v1.RouterMessage\x1a\x1a.holdfast.v1.WorkerMessage(\x01\x30\x01\x12J\n\x07Release\x12!.holdfast.v1.WorkerReleaseRequest\x1a\x1c.holdfast.v1.ControlResponse\x12L\n\x08\x46reeTail\x12\".holdfast.v1.WorkerFreeTailRequest\x1a\x1c.holdfast.v1.ControlResponse\x12G\n\x04\x46ork\x12\x1e.holdfast.v1.WorkerForkRequest\x1a\x1f.holdfast.v1.WorkerForkResponse\x12>\n\x05\x41udit\x12\x19.holdfast.v1.AuditRequest\x1a\x1a.holdfast.v1.AuditResponse\x12<\n\x05Stats\x12\x19.holdfast.v1.StatsRequest\x1a\x18.holdfast.v1.WorkerStats\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12@\n\x05\x46lush\x12\x19.holdfast.v1.FlushRequest\x1a\x1c.holdfast.v1.ControlResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,29 +49,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TURNUPDATE']._serialized_start=736
   _globals['_TURNUPDATE']._serialized_end=1066
   _globals['_WORKERRELEASEREQUEST']._serialized_start=1068
-  _globals['_WORKERRELEASEREQUEST']._serialized_end=1165
-  _globals['_WORKERFREETAILREQUEST']._serialized_start=1167
-  _globals['_WORKERFREETAILREQUEST']._serialized_end=1243
-  _globals['_WORKERFORKREQUEST']._serialized_start=1245
-  _globals['_WORKERFORKREQUEST']._serialized_end=1333
-  _globals['_WORKERFORKRESPONSE']._serialized_start=1335
-  _globals['_WORKERFORKRESPONSE']._serialized_end=1375
-  _globals['_AUDITREQUEST']._serialized_start=1377
-  _globals['_AUDITREQUEST']._serialized_end=1391
-  _globals['_AUDITRESPONSE']._serialized_start=1394
-  _globals['_AUDITRESPONSE']._serialized_end=1626
-  _globals['_STATSREQUEST']._serialized_start=1628
-  _globals['_STATSREQUEST']._serialized_end=1642
-  _globals['_WORKERSTATS']._serialized_start=1645
-  _globals['_WORKERSTATS']._serialized_end=1990
-  _globals['_WORKERSTATS_COUNTERSENTRY']._serialized_start=1943
-  _globals['_WORKERSTATS_COUNTERSENTRY']._serialized_end=1990
-  _globals['_DRAINREQUEST']._serialized_start=1992
-  _globals['_DRAINREQUEST']._serialized_end=2025
-  _globals['_DRAINRESPONSE']._serialized_start=2027
-  _globals['_DRAINRESPONSE']._serialized_end=2062
-  _globals['_FLUSHREQUEST']._serialized_start=2064
-  _globals['_FLUSHREQUEST']._serialized_end=2078
-  _globals['_WORKERSERVICE']._serialized_start=2081
-  _globals['_WORKERSERVICE']._serialized_end=2649
+  _globals['_WORKERRELEASEREQUEST']._serialized_end=1185
+  _globals['_WORKERFREETAILREQUEST']._serialized_start=1187
+  _globals['_WORKERFREETAILREQUEST']._serialized_end=1283
+  _globals['_CONTROLRESPONSE']._serialized_start=1285
+  _globals['_CONTROLRESPONSE']._serialized_end=1361
+  _globals['_RANKANSWER']._serialized_start=1363
+  _globals['_RANKANSWER']._serialized_end=1445
+  _globals['_WORKERFORKREQUEST']._serialized_start=1447
+  _globals['_WORKERFORKREQUEST']._serialized_end=1535
+  _globals['_WORKERFORKRESPONSE']._serialized_start=1537
+  _globals['_WORKERFORKRESPONSE']._serialized_end=1577
+  _globals['_AUDITREQUEST']._serialized_start=1579
+  _globals['_AUDITREQUEST']._serialized_end=1593
+  _globals['_AUDITRESPONSE']._serialized_start=1595
+  _globals['_AUDITRESPONSE']._serialized_end=1722
+  _globals['_AUDITREPORT']._serialized_start=1725
+  _globals['_AUDITREPORT']._serialized_end=1945
+  _globals['_STATSREQUEST']._serialized_start=1947
+  _globals['_STATSREQUEST']._serialized_end=1961
+  _globals['_WORKERSTATS']._serialized_start=1964
+  _globals['_WORKERSTATS']._serialized_end=2348
+  _globals['_WORKERSTATS_COUNTERSENTRY']._serialized_start=2301
+  _globals['_WORKERSTATS_COUNTERSENTRY']._serialized_end=2348
+  _globals['_RANKSTATS']._serialized_start=2350
+  _globals['_RANKSTATS']._serialized_end=2434
+  _globals['_DRAINREQUEST']._serialized_start=2436
+  _globals['_DRAINREQUEST']._serialized_end=2469
+  _globals['_DRAINRESPONSE']._serialized_start=2471
+  _globals['_DRAINRESPONSE']._serialized_end=2506
+  _globals['_FLUSHREQUEST']._serialized_start=2508
+  _globals['_FLUSHREQUEST']._serialized_end=2522
+  _globals['_WORKERSERVICE']._serialized_start=2525
+  _globals['_WORKERSERVICE']._serialized_end=3093
 # @@protoc_insertion_point(module_scope)

@@ -102,24 +102,48 @@ class TurnUpdate(_message.Message):
     def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class WorkerReleaseRequest(_message.Message):
-    __slots__ = ("session_id", "epoch", "mode")
+    __slots__ = ("session_id", "epoch", "mode", "request_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     mode: _session_pb2.ReleaseMode
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mode: _Optional[_Union[_session_pb2.ReleaseMode, str]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mode: _Optional[_Union[_session_pb2.ReleaseMode, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class WorkerFreeTailRequest(_message.Message):
-    __slots__ = ("session_id", "epoch", "keep_len")
+    __slots__ = ("session_id", "epoch", "keep_len", "request_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEEP_LEN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     keep_len: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., keep_len: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., keep_len: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ControlResponse(_message.Message):
+    __slots__ = ("log_index", "ranks")
+    LOG_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    log_index: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankAnswer]
+    def __init__(self, log_index: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankAnswer, _Mapping]]] = ...) -> None: ...
+
+class RankAnswer(_message.Message):
+    __slots__ = ("rank", "log_index", "pages_freed", "digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LOG_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    log_index: int
+    pages_freed: int
+    digest: int
+    def __init__(self, rank: _Optional[int] = ..., log_index: _Optional[int] = ..., pages_freed: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class WorkerForkRequest(_message.Message):
     __slots__ = ("session_id", "child_id", "epoch", "at_len")
@@ -144,9 +168,23 @@ class AuditRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AuditResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "ok", "num_pages", "num_free", "num_cached", "num_held", "num_slots", "num_running", "leaked", "overheld", "faults")
+    __slots__ = ("worker_id", "incarnation", "ok", "log_index", "ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    LOG_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    ok: bool
+    log_index: int
+    ranks: _containers.RepeatedCompositeFieldContainer[AuditReport]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., ok: bool = ..., log_index: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[AuditReport, _Mapping]]] = ...) -> None: ...
+
+class AuditReport(_message.Message):
+    __slots__ = ("rank", "digest", "ok", "num_pages", "num_free", "num_cached", "num_held", "num_slots", "num_running", "leaked", "overheld", "faults")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -157,8 +195,8 @@ class AuditResponse(_message.Message):
     LEAKED_FIELD_NUMBER: _ClassVar[int]
     OVERHELD_FIELD_NUMBER: _ClassVar[int]
     FAULTS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    rank: int
+    digest: int
     ok: bool
     num_pages: int
     num_free: int
@@ -169,14 +207,14 @@ class AuditResponse(_message.Message):
     leaked: _containers.RepeatedScalarFieldContainer[int]
     overheld: _containers.RepeatedScalarFieldContainer[int]
     faults: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., ok: bool = ..., num_pages: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_running: _Optional[int] = ..., leaked: _Optional[_Iterable[int]] = ..., overheld: _Optional[_Iterable[int]] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., digest: _Optional[int] = ..., ok: bool = ..., num_pages: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_running: _Optional[int] = ..., leaked: _Optional[_Iterable[int]] = ..., overheld: _Optional[_Iterable[int]] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining")
+    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +235,7 @@ class WorkerStats(_message.Message):
     RETRACTED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
@@ -210,7 +249,22 @@ class WorkerStats(_message.Message):
     retracted: int
     counters: _containers.ScalarMap[str, int]
     draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStats]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ...) -> None: ...
+
+class RankStats(_message.Message):
+    __slots__ = ("rank", "pid", "node", "log_index", "lag")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LOG_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    node: str
+    log_index: int
+    lag: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., log_index: _Optional[int] = ..., lag: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

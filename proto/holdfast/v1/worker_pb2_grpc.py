@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from holdfast.v1 import session_pb2 as holdfast_dot_v1_dot_session__pb2
 from holdfast.v1 import worker_pb2 as holdfast_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.72.2'
@@ -44,12 +43,12 @@ class WorkerServiceStub(object):
         self.Release = channel.unary_unary(
                 '/holdfast.v1.WorkerService/Release',
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.WorkerReleaseRequest.SerializeToString,
-                response_deserializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
                 _registered_method=True)
         self.FreeTail = channel.unary_unary(
                 '/holdfast.v1.WorkerService/FreeTail',
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.WorkerFreeTailRequest.SerializeToString,
-                response_deserializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
                 _registered_method=True)
         self.Fork = channel.unary_unary(
                 '/holdfast.v1.WorkerService/Fork',
@@ -74,7 +73,7 @@ class WorkerServiceStub(object):
         self.Flush = channel.unary_unary(
                 '/holdfast.v1.WorkerService/Flush',
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.FlushRequest.SerializeToString,
-                response_deserializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
                 _registered_method=True)
 
 
@@ -147,12 +146,12 @@ def add_WorkerServiceServicer_to_server(servicer, server):
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.WorkerReleaseRequest.FromString,
-                    response_serializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.SerializeToString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.SerializeToString,
             ),
             'FreeTail': grpc.unary_unary_rpc_method_handler(
                     servicer.FreeTail,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.WorkerFreeTailRequest.FromString,
-                    response_serializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.SerializeToString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.SerializeToString,
             ),
             'Fork': grpc.unary_unary_rpc_method_handler(
                     servicer.Fork,
@@ -177,7 +176,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.FlushRequest.FromString,
-                    response_serializer=holdfast_dot_v1_dot_session__pb2.ReleaseResponse.SerializeToString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -234,7 +233,7 @@ class WorkerService(object):
             target,
             '/holdfast.v1.WorkerService/Release',
             holdfast_dot_v1_dot_worker__pb2.WorkerReleaseRequest.SerializeToString,
-            holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+            holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -261,7 +260,7 @@ class WorkerService(object):
             target,
             '/holdfast.v1.WorkerService/FreeTail',
             holdfast_dot_v1_dot_worker__pb2.WorkerFreeTailRequest.SerializeToString,
-            holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+            holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -396,7 +395,7 @@ class WorkerService(object):
             target,
             '/holdfast.v1.WorkerService/Flush',
             holdfast_dot_v1_dot_worker__pb2.FlushRequest.SerializeToString,
-            holdfast_dot_v1_dot_session__pb2.ReleaseResponse.FromString,
+            holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.errors import OutOfPages, SessionBusy, SessionExists
 from workers.kv import Outcome, SessionCache
+from workers.kv.digest import StateDigest
 from workers.kv.sessions import new_tokens
+from workers.step_log import LogReader, LogWriter, RecordedCache
 
 SESSIONS = ["a", "b", "c", "d", "e"]
 # How many tokens from the end: often none, mostly few, so that cuts fall inside pages.
@@ -47,8 +49,13 @@ class KVCore(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([4, 2, 16, 1]), num_pages=st.integers(3, 24), weak=st.booleans())
     def start(self, page_size: int, num_pages: int, weak: bool) -> None:
-        digest = {"digest": lambda parent, tokens: b"same"} if weak else {}
-        self.cache = SessionCache(num_pages, page_size, max_slots=5, **digest)
+        self.cache = RecordedCache(num_pages, page_size, max_slots=5)
+        # Another rank, which knows of all this by the step log alone.
+        self.follower = LogReader(SessionCache(num_pages, page_size, max_slots=5), incarnation=1)
+        self.log = LogWriter(incarnation=1, num_followers=1)
+        if weak:
+            for cache in (self.cache, self.follower.cache):
+                cache.index._digest = lambda parent, tokens: b"same"
         self.kv: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.table: dict[tuple[int, int], int] = {}
         self.model: dict[str, ModelSession] = {}
@@ -59,10 +66,18 @@ class KVCore(RuleBasedStateMachine):
     def apply_step(self) -> None:
         for update in self.cache.take_table_updates():
             self.table[update.row, update.column] = update.page
+        self.follow()
+        assert self.follower.cache.take_table_updates() is not None
+        assert self.follower.cache.pending_copies == self.cache.pending_copies
         copies = list(self.cache.pending_copies)
         for source, target in copies:
             self.kv[target] = list(self.kv[source])
         self.cache.finish_copies(len(copies))
+        self.follower.cache.finish_copies(len(copies))
+
+    def follow(self) -> None:
+        entry = self.log.append(self.cache.take_ops(), None, self.cache.digest())
+        self.log.ack(1, self.follower.play(entry))
 
     def write(self, session: str, start: int, tokens: list[int]) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
@@ -251,7 +266,9 @@ class KVCore(RuleBasedStateMachine):
         if everything:
             self.cache.flush()
         else:
-            self.cache.evict_idle()
+            self.follow()
+            for cache in (self.cache, self.follower.cache):
+                cache._evict_oldest_idle()  # as pressure would
         self.forget_evicted()
 
     # ---- laws -----------------------------------------------------------------------------------
@@ -273,6 +290,22 @@ class KVCore(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             report = self.cache.audit()
             assert report.ok, report
+
+    @invariant()
+    def the_follower_holds_the_same_state(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.follow()
+        ours, theirs = self.cache, self.follower.cache
+        assert ours.pool.free_pages() == theirs.pool.free_pages()
+        assert ours.pool.cached_pages() == theirs.pool.cached_pages()
+        assert list(ours._idle) == list(theirs._idle)
+        for session, slot in ours.slots.items():
+            other = theirs.slots[session]
+            assert (slot.pages, slot.tokens, slot.row) == (other.pages, other.tokens, other.row)
+        afresh = StateDigest(ours.pool.num_pages, ours.page_size)
+        everything = dict.fromkeys(ours.slots, 0)
+        assert ours.digest() == afresh.update(ours.pool.refcounts, range(ours.pool.num_pages), ours.slots, everything)
 
     @invariant()
     def kv_is_the_kv_of_the_tokens(self) -> None:

@@ -1,0 +1,150 @@
+"""One worker: its place in the Ray cluster, and the ranks that fill it, incarnation after incarnation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import psutil
+import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from router.workers import WorkerAddress
+from workers.actor import RankActor, RankPlace
+from workers.config import EngineConfig
+
+log = logging.getLogger("holdfast.cluster")
+PROBES_PER_LEASE = 4
+END_TIMEOUT_S = 10.0
+
+
+class WorkerGroup:
+    """The ranks of one worker. They start together, and end together."""
+
+    def __init__(
+        self, worker_id: str, size: int, config: EngineConfig, *, use_gpu: bool, strategy: str, host: str | None
+    ) -> None:
+        self.worker_id = worker_id
+        self.size = size
+        self.address: WorkerAddress | None = None
+        """Of the incarnation that serves now."""
+        self._config = config
+        self._bundle = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {})
+        self._strategy = strategy
+        self._host = host
+        self._placement: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._places: list[RankPlace] = []
+
+    async def start(self) -> None:
+        """Start a new incarnation; returns when it serves. Raises RayError."""
+        if self._placement is None:
+            self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy)
+        await self._placement.ready()
+        # New at each start, also across restarts of the whole cluster: old pins must not fit.
+        incarnation = time.time_ns() // 1_000_000
+        self._actors = [self._actor(rank, incarnation) for rank in range(self.size)]
+        # Known before they start to do anything, so that ``end`` finds them wherever they get stuck.
+        self._places = await asyncio.gather(*(actor.place.remote() for actor in self._actors))
+        store = await self._actors[0].open_store.remote() if self.size > 1 else None
+        leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
+        self.address = WorkerAddress(self.worker_id, incarnation, leader, self._config.max_running_requests)
+
+    async def broken(self) -> str:
+        """Returns, with the reason, when a rank has died or the leader does not answer within the lease."""
+        waits = [asyncio.ensure_future(self._death_of(rank)) for rank in range(self.size)]
+        waits.append(asyncio.ensure_future(self._silence()))
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def end(self) -> None:
+        """End every process of this incarnation, whatever state it is in; returns when they are gone.
+
+        A node that died takes the placement with it: the next incarnation gets a new one.
+        """
+        self.address = None
+        for actor in self._actors:
+            ray.kill(actor)
+        places, self._actors, self._places = self._places, [], []
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        # Ray ends a process by asking it, which one that is stopped does not hear.
+        ends = [self._end_process(place) for place in places if place.node_id in alive]
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.error("a process of %s may be left: %s", self.worker_id, result)
+        if any(place.node_id not in alive for place in places):
+            self.remove_placement()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let every rank end by itself, in order; ``end`` takes what is left."""
+        serving = self._actors if self.address is not None else []
+        for word in ("expect_end", "stop"):
+            calls = [asyncio.wait_for(getattr(actor, word).remote(), timeout_s) for actor in serving]
+            await asyncio.gather(*calls, return_exceptions=True)
+        await self.end()
+        self.remove_placement()
+
+    def remove_placement(self) -> None:
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _actor(self, rank: int, incarnation: int) -> Any:
+        return RankActor.options(  # type: ignore[attr-defined]
+            name=f"{self.worker_id}-{incarnation}-{rank}",
+            num_cpus=self._bundle["CPU"],
+            num_gpus=self._bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._config.num_threads)}},
+        ).remote(self.worker_id, incarnation, rank, self.size, self._config, self._host)
+
+    async def _death_of(self, rank: int) -> str:
+        try:
+            await self._actors[rank].wait.remote()
+        except RayError:
+            return f"rank {rank} died"
+        return f"rank {rank} ended"
+
+    async def _silence(self) -> str:
+        """A process that is stopped does not die: only its silence tells."""
+        lease_s = self._config.rank_lease_s
+        assert self.address is not None, "the worker serves"
+        async with grpc.aio.insecure_channel(self.address.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=lease_s)
+                except grpc.aio.AioRpcError as error:
+                    return f"its leader does not answer: {error.code().name}"
+                await asyncio.sleep(lease_s / PROBES_PER_LEASE)
+
+    async def _end_process(self, place: RankPlace) -> None:
+        if place.node_id == ray.get_runtime_context().get_node_id():
+            await asyncio.to_thread(end_process, place.pid, place.created)
+            return
+        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
+        await asyncio.wait_for(task.remote(place.pid, place.created), END_TIMEOUT_S)
+
+
+def end_process(pid: int, created: float) -> None:
+    """Kill a process of this node and wait until it is gone; nothing happens if it is another by now."""
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() == created:
+            process.kill()
+            process.wait(END_TIMEOUT_S)
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,212 @@
+from holdfast.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class LeaderMessage(_message.Message):
+    __slots__ = ("beat", "entry")
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    beat: Beat
+    entry: Entry
+    def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ...) -> None: ...
+
+class RankMessage(_message.Message):
+    __slots__ = ("hello", "beat", "ack", "refusal")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    hello: RankHello
+    beat: Beat
+    ack: Ack
+    refusal: Refusal
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("rank", "incarnation", "pid", "node", "digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    pid: int
+    node: str
+    digest: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("incarnation", "index", "ops", "batch", "digest")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    index: int
+    ops: _containers.RepeatedCompositeFieldContainer[Op]
+    batch: Batch
+    digest: int
+    def __init__(self, incarnation: _Optional[int] = ..., index: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class Op(_message.Message):
+    __slots__ = ("open", "resume", "extend", "commit", "finish", "free_tail", "release", "fork", "flush", "measure", "audit")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    FREE_TAIL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    open: OpenOp
+    resume: ResumeOp
+    extend: ExtendOp
+    commit: CommitOp
+    finish: FinishOp
+    free_tail: FreeTailOp
+    release: ReleaseOp
+    fork: ForkOp
+    flush: FlushOp
+    measure: MeasureOp
+    audit: AuditOp
+    def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ...) -> None: ...
+
+class OpenOp(_message.Message):
+    __slots__ = ("session_id", "tenant", "ephemeral")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    tenant: str
+    ephemeral: bool
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., ephemeral: bool = ...) -> None: ...
+
+class ResumeOp(_message.Message):
+    __slots__ = ("session_id", "turn_id", "tokens", "keep_len", "match_prefix")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LEN_FIELD_NUMBER: _ClassVar[int]
+    MATCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    turn_id: str
+    tokens: bytes
+    keep_len: int
+    match_prefix: bool
+    def __init__(self, session_id: _Optional[str] = ..., turn_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., keep_len: _Optional[int] = ..., match_prefix: bool = ...) -> None: ...
+
+class ExtendOp(_message.Message):
+    __slots__ = ("session_ids", "num_tokens")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitOp(_message.Message):
+    __slots__ = ("session_ids", "num_tokens", "tokens")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    tokens: bytes
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+
+class FinishOp(_message.Message):
+    __slots__ = ("session_id", "turn_id", "outcome", "known")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    turn_id: str
+    outcome: str
+    known: bytes
+    def __init__(self, session_id: _Optional[str] = ..., turn_id: _Optional[str] = ..., outcome: _Optional[str] = ..., known: _Optional[bytes] = ...) -> None: ...
+
+class FreeTailOp(_message.Message):
+    __slots__ = ("session_id", "keep_len")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LEN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    keep_len: int
+    def __init__(self, session_id: _Optional[str] = ..., keep_len: _Optional[int] = ...) -> None: ...
+
+class ReleaseOp(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ForkOp(_message.Message):
+    __slots__ = ("parent_id", "child_id", "at_len")
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    CHILD_ID_FIELD_NUMBER: _ClassVar[int]
+    AT_LEN_FIELD_NUMBER: _ClassVar[int]
+    parent_id: str
+    child_id: str
+    at_len: int
+    def __init__(self, parent_id: _Optional[str] = ..., child_id: _Optional[str] = ..., at_len: _Optional[int] = ...) -> None: ...
+
+class FlushOp(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MeasureOp(_message.Message):
+    __slots__ = ("end",)
+    END_FIELD_NUMBER: _ClassVar[int]
+    end: bool
+    def __init__(self, end: bool = ...) -> None: ...
+
+class AuditOp(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Batch(_message.Message):
+    __slots__ = ("rows", "starts", "counts", "tokens", "logit_rows")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: bytes
+    logit_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[bytes] = ..., logit_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("index", "digest", "pages_freed", "audit")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREED_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    digest: int
+    pages_freed: _containers.RepeatedScalarFieldContainer[int]
+    audit: _worker_pb2.AuditReport
+    def __init__(self, index: _Optional[int] = ..., digest: _Optional[int] = ..., pages_freed: _Optional[_Iterable[int]] = ..., audit: _Optional[_Union[_worker_pb2.AuditReport, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("index", "message")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    message: str
+    def __init__(self, index: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,137 @@
+"""The leader's links to the other ranks of its group: one gRPC stream each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from holdfast.errors import RankDiverged
+from holdfast.v1 import rank_pb2, rank_pb2_grpc, worker_pb2
+from holdfast.wire import CHANNEL_OPTIONS
+from workers.step_log import LogWriter
+
+log = logging.getLogger("holdfast.rank")
+
+
+class RankLinks:
+    """Streams to all followers, by rank. ``on_lost`` is called when the group must end, with the reason."""
+
+    def __init__(self, lease_s: float, on_lost: Callable[[str], None]) -> None:
+        self._lease_s = lease_s
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[int, asyncio.Queue[rank_pb2.LeaderMessage]] = {}
+        self._waiting: list[rank_pb2.LeaderMessage] = []
+        self._lock = threading.Lock()
+        self._channels: list[grpc.aio.Channel] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.hellos: dict[int, rank_pb2.RankHello] = {}
+
+    async def connect(self, addresses: dict[int, str], writer: LogWriter, digest: int, timeout_s: float) -> None:
+        """Open the streams; returns when every rank has said hello.
+
+        ``digest``: of the leader's empty state. Raises RankDiverged for a rank that is not made like the
+        leader, TimeoutError if one does not answer.
+        """
+        async with asyncio.timeout(timeout_s):
+            calls = {rank: await self._open(rank, address) for rank, address in addresses.items()}
+        for rank, hello in self.hellos.items():
+            if (hello.rank, hello.incarnation, hello.digest) != (rank, writer.incarnation, digest):
+                raise RankDiverged(f"rank {rank} is not made like its leader: {hello}")
+        for rank, call in calls.items():
+            self._outboxes[rank] = asyncio.Queue()
+            self._tasks.append(asyncio.create_task(self._read(rank, call, writer)))
+            self._tasks.append(asyncio.create_task(self._write(rank, call)))
+
+    def send(self, entry: rank_pb2.Entry) -> None:
+        """Called in the leader's thread; returns at once."""
+        message = rank_pb2.LeaderMessage(entry=entry)
+        with self._lock:
+            self._waiting.append(message)
+            if len(self._waiting) > 1:
+                return  # whoever was called for the first takes them all
+        self._loop.call_soon_threadsafe(self._take)
+
+    def expect_end(self) -> None:
+        self._stopping = True
+
+    async def stop(self) -> None:
+        """End the streams: the followers end with them, unless they were stopped before."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()
+
+    def stats(self, writer: LogWriter) -> list[worker_pb2.RankStats]:
+        """Where each follower stands."""
+        last = writer.last_index
+        return [
+            worker_pb2.RankStats(
+                rank=rank, pid=hello.pid, node=hello.node, log_index=writer.acked[rank], lag=last - writer.acked[rank]
+            )
+            for rank, hello in sorted(self.hellos.items())
+        ]
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    async def _open(self, rank: int, address: str) -> Any:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channels.append(channel)
+        call = rank_pb2_grpc.RankServiceStub(channel).Follow(wait_for_ready=True)
+        message = await call.read()
+        if message is grpc.aio.EOF:
+            raise RankDiverged(f"rank {rank} at {address} takes no leader")
+        self.hellos[rank] = message.hello
+        return call
+
+    def _take(self) -> None:
+        with self._lock:
+            messages, self._waiting = self._waiting, []
+        for message in messages:
+            for outbox in self._outboxes.values():
+                outbox.put_nowait(message)
+
+    async def _write(self, rank: int, call: Any) -> None:
+        outbox = self._outboxes[rank]
+        while True:
+            try:
+                message = await asyncio.wait_for(outbox.get(), self._lease_s / 8)
+            except TimeoutError:
+                message = rank_pb2.LeaderMessage(beat=rank_pb2.Beat())
+            try:
+                await call.write(message)
+            except grpc.aio.AioRpcError:
+                return  # the reader says why
+            except asyncio.InvalidStateError:
+                return
+
+    async def _read(self, rank: int, call: Any, writer: LogWriter) -> None:
+        try:
+            while True:
+                async with asyncio.timeout(self._lease_s):
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    raise RankDiverged("it closed the stream")
+                kind = message.WhichOneof("message")
+                if kind == "ack":
+                    writer.ack(rank, message.ack)
+                elif kind == "refusal":
+                    raise RankDiverged(f"it refuses entry {message.refusal.index}: {message.refusal.message}")
+        except TimeoutError:
+            self._lose(f"rank {rank} was silent for {self._lease_s} s")
+        except RankDiverged as error:
+            self._lose(f"rank {rank}: {error.message}")
+        except grpc.aio.AioRpcError as error:
+            self._lose(f"rank {rank} is gone: {error.code().name} {error.details()}")
+
+    def _lose(self, reason: str) -> None:
+        if not self._stopping:
+            self._on_lost(reason)

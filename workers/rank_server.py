@@ -1,0 +1,124 @@
+"""A following rank's gRPC server: one stream of the step log from its leader, and no life without it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from holdfast.errors import RankDiverged, StaleEpoch
+from holdfast.v1 import rank_pb2, rank_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS, abort_with
+from workers.collectives import Collectives
+from workers.config import EngineConfig
+from workers.follower import Follower
+
+log = logging.getLogger("holdfast.rank")
+
+
+class RankServer(rank_pb2_grpc.RankServiceServicer):
+    """One follower's face. ``on_lost`` is called, once, when it must end: from any thread, with the reason."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: int,
+        config: EngineConfig,
+        group: Collectives,
+        node: str,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._group = group
+        self.name = f"rank {group.shard.rank} of {worker_id}@{incarnation}"
+        self.incarnation = incarnation
+        self._lease_s = config.rank_lease_s
+        self.follower: Follower
+        self._node = node
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[rank_pb2.RankMessage] = asyncio.Queue()
+        self._followed = False
+        self._stopping = False
+
+    async def start(self, host: str) -> str:
+        """Load this rank's shard and serve on a free port of ``host``; returns the address."""
+        self.follower = await asyncio.to_thread(
+            Follower, self._config, self._group, self.incarnation, self._send_ack, self._refuse
+        )
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        rank_pb2_grpc.add_RankServiceServicer_to_server(self, server)
+        port = server.add_insecure_port(f"{host}:0")
+        self.follower.start()
+        await server.start()
+        self._server = server
+        return f"{host}:{port}"
+
+    def expect_end(self) -> None:
+        """The leader is about to stop: its silence is no loss."""
+        self._stopping = True
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await self._server.stop(grace=0.2)
+        await asyncio.to_thread(self.follower.stop)
+
+    async def Follow(
+        self, requests: AsyncIterator[rank_pb2.LeaderMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[rank_pb2.RankMessage]:
+        if self._followed:
+            await abort_with(context, StaleEpoch(f"{self.name} has had its leader"))
+        self._followed = True
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            yield rank_pb2.RankMessage(hello=self._hello())
+            while not reader.done():
+                try:
+                    message = await asyncio.wait_for(self._outbox.get(), self._lease_s / 8)
+                except TimeoutError:
+                    message = rank_pb2.RankMessage(beat=rank_pb2.Beat())
+                yield message
+                if message.HasField("refusal"):
+                    break
+        finally:
+            reader.cancel()
+            if not self._stopping:
+                self._on_lost(f"{self.name}: the stream from its leader broke")
+
+    async def _read(self, requests: AsyncIterator[rank_pb2.LeaderMessage]) -> None:
+        messages = aiter(requests)
+        while True:
+            try:
+                async with asyncio.timeout(self._lease_s):
+                    message = await anext(messages)
+            except (TimeoutError, StopAsyncIteration):
+                if not self._stopping:
+                    self._on_lost(f"{self.name}: no word from its leader for {self._lease_s} s, or its end")
+                return
+            if message.HasField("entry"):
+                self.follower.push(message.entry)
+
+    def _hello(self) -> rank_pb2.RankHello:
+        return rank_pb2.RankHello(
+            rank=self.follower.rank.shard.rank,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            node=self._node,
+            digest=self.follower.rank.cache.digest(),
+        )
+
+    def _send_ack(self, ack: rank_pb2.Ack) -> None:
+        self._put(rank_pb2.RankMessage(ack=ack))
+
+    def _refuse(self, error: BaseException) -> None:
+        """Called in the follower's thread. The leader is told why; without it, it would see a broken stream."""
+        index = self.follower.reader.last_index + 1
+        text = error.message if isinstance(error, RankDiverged) else repr(error)
+        log.critical("%s stops at entry %d: %s", self.name, index, text)
+        self._put(rank_pb2.RankMessage(refusal=rank_pb2.Refusal(index=index, message=text)))
+
+    def _put(self, message: rank_pb2.RankMessage) -> None:
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
