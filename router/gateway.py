@@ -168,22 +168,23 @@ class Gateway:
             self._num_turns -= 1
             raise
         self._live[request.turn_id] = turn
-        completed = False
+        ended = None
         try:
             async for chunk in self._relay(turn):
-                completed = chunk.finish_reason in ("stop", "length")
+                if chunk.finish_reason:
+                    # Before the client knows: its next turn must find the session free.
+                    completed = chunk.finish_reason in ("stop", "length")
+                    ended = self._in_background(self._end(turn, completed=completed))
+                    await asyncio.shield(ended)
                 yield chunk
+        except HoldfastError:
+            ended = ended or self._in_background(self._end(turn, completed=False))
+            await asyncio.shield(ended)
+            raise
         finally:
-            del self._live[request.turn_id]
-            self._aborted.discard(request.turn_id)
-            self._num_turns -= 1
-            if turn.link is not None:
-                turn.link.abort(request.turn_id)
-            if session is not None and not completed:
+            if ended is None:
                 # The client may be gone and this task cancelled: the clean-up is a task of its own.
-                self._in_background(self._roll_back(turn, session))
-            elif session is not None:
-                self.sessions.give_slot(session)
+                self._in_background(self._end(turn, completed=False))
 
     def abort(self, turn_id: str) -> bool:
         """End a live turn with reason ``abort``. Returns whether there was one."""
@@ -303,6 +304,19 @@ class Gateway:
         session.cut(turn.keep_len)
         session.extend(added, self.codec.decode(added))
         session.record.num_turns += 1
+
+    async def _end(self, turn: _Live, *, completed: bool) -> None:
+        """What every turn goes through at its end, however it ended."""
+        turn_id, session = turn.request.turn_id, turn.session
+        del self._live[turn_id]
+        self._aborted.discard(turn_id)
+        self._num_turns -= 1
+        if turn.link is not None:
+            turn.link.abort(turn_id)
+        if session is not None and not completed:
+            await self._roll_back(turn, session)
+        elif session is not None:
+            self.sessions.give_slot(session)
 
     async def _roll_back(self, turn: _Live, session: Session) -> None:
         try:
@@ -438,7 +452,8 @@ class Gateway:
     def is_busy(self, session_id: str) -> bool:
         return bool(self.sessions.running_turn(session_id))
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task

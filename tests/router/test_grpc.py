@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,8 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from holdfast.errors import DeadlineExceeded
 from holdfast.v1 import session_pb2 as pb
-from holdfast.v1 import session_pb2_grpc
+from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.gateway import TurnRequest
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -157,3 +162,52 @@ async def refused(call, code: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code().name == code
+
+
+async def test_a_session_is_free_when_its_turn_is_seen_to_end(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1) as cluster:
+        gateway = cluster.router.gateway
+
+        async def play(turn_id: str, session_id: str, max_tokens: int, *, abort: bool = False) -> None:
+            sampling = pb.Sampling(max_tokens=max_tokens, ignore_eos=True)
+            request = TurnRequest("", lambda _: (0, array("i", [7, 8])), sampling, session_id, turn_id=turn_id)
+            async for chunk in gateway.run(request):
+                if abort:
+                    gateway.abort(turn_id)
+                assert not (chunk.finish_reason and gateway.is_busy(session_id))
+
+        await play("whole", "s", 4)
+        await play("aborted", "s", 400, abort=True)
+        cluster.router.gateway.config = replace(gateway.config, token_timeout_s=0.0)
+        with pytest.raises(DeadlineExceeded):
+            await play("failed", "s", 400)
+        assert not gateway.is_busy("s")
+
+
+async def test_a_caller_that_gives_up_on_a_release_disturbs_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        sampling = pb.Sampling(max_tokens=150, ignore_eos=True)
+        stream = stub.Generate(pb.GenerateRequest(session_id="s", text="Return", sampling=sampling))
+        messages = aiter(stream)
+        await anext(messages)
+        worker = grpc.aio.insecure_channel(cluster.addresses["w0"].address)
+        control = worker_pb2_grpc.WorkerServiceStub(worker)
+        request = worker_pb2.WorkerReleaseRequest(
+            session_id="s", epoch=1, mode=pb.RELEASE_MODE_AFTER_TURN, request_id="once"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as given_up:
+            await control.Release(request, timeout=0.05)
+        assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        answers = await asyncio.gather(control.Release(request), control.Release(request))
+        assert answers[0] == answers[1] == await control.Release(request), "asked again, answered the same"
+        assert answers[0].ranks[0].pages_freed > 0
+        assert [message.finish_reason async for message in messages][-1] == "length", "the turn was waited for"
+        stale = worker_pb2.WorkerFreeTailRequest(session_id="s2", epoch=1, keep_len=0)
+        await stub.Open(pb.OpenRequest(session_id="s2"))
+        cluster.workers["w0"]._leader._epochs["s2"] = 3
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await control.FreeTail(stale)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await worker.close()
+        await cluster.assert_no_leak()

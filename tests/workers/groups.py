@@ -34,9 +34,7 @@ class GroupEngine(Engine):
         for thread in threads:
             thread.start()
         group = self._collectives(0, store)
-        self.leader = Leader(
-            self.config, self._take, self._crash, incarnation=incarnation, group=group, send=self.send
-        )
+        self.leader = Leader(self.config, self._take, self._crash, incarnation=incarnation, group=group, send=self.send)
         for thread in threads:
             thread.join()
         self.cache, self.scheduler = self.leader.cache, self.leader.scheduler

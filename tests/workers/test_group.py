@@ -99,7 +99,9 @@ def play(engine: Engine, seed: int) -> tuple[dict[str, list[int]], list[object]]
     for future in results:
         try:
             answer = future.result(10)
-            freed = [r.pages_freed for r in answer.ranks] if isinstance(answer, worker_pb2.ControlResponse) else [answer]
+            freed = (
+                [r.pages_freed for r in answer.ranks] if isinstance(answer, worker_pb2.ControlResponse) else [answer]
+            )
             assert len(set(freed)) == 1, "every rank frees the same pages"
             answers.append(freed[0])
         except HoldfastError as error:
@@ -284,8 +286,8 @@ def test_the_writer_refuses_acks_that_do_not_fit() -> None:
     ]:
         writer = LogWriter(1, 2)
         writer.append([], None, 5)
-        shown: list[int] = []
-        writer.hold(1, lambda acks: shown.append(1))
+        shown: list[rank_pb2.Ack] = []
+        writer.hold(1, shown.append)
         writer.ack(2, rank_pb2.Ack(index=1, digest=5))
         with pytest.raises(RankDiverged, match=message):
             writer.ack(1, ack)
