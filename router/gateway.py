@@ -12,7 +12,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -417,10 +417,12 @@ class Gateway:
             record = await self.journal.release(session_id, tenant)
             self.abort(self.sessions.running_turn(session_id))
         self.sessions.forget(session_id)
-        link = self._links.get(record.worker)
-        if link is None or not link.alive:
-            return 0  # its pages died with the worker
-        return await link.release(session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self.config.control_timeout_s)
+        return await self._unless_gone(
+            record.worker,
+            lambda link: link.release(
+                session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self.config.control_timeout_s
+            ),
+        )
 
     async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
         """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
@@ -430,10 +432,22 @@ class Gateway:
             record = session.record
             await self.journal.cut(session_id, record.epoch, keep_len)
             session.cut(keep_len)
-            link = self._links.get(record.worker)
-            if link is not None and link.alive:
-                await link.free_tail(session_id, record.epoch, keep_len, self.config.control_timeout_s)
+            await self._unless_gone(
+                record.worker,
+                lambda link: link.free_tail(session_id, record.epoch, keep_len, self.config.control_timeout_s),
+            )
             return record
+
+    async def _unless_gone(self, worker: str, ask: Callable[[WorkerLink], Awaitable[int]]) -> int:
+        """Pages freed on a worker. It is gone, or goes while it is asked: its pages died with it."""
+        link = self._links.get(worker)
+        if link is None or not link.alive:
+            return 0
+        try:
+            return await ask(link)
+        except NoWorkerAvailable as error:
+            log.info("worker %s went before it answered: %s", worker, error.message)
+            return 0
 
     async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
         """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from holdfast.errors import NoWorkerAvailable
 from holdfast.v1 import worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
 from router.placement import WorkerView
@@ -51,6 +52,7 @@ class WorkerLink:
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._inboxes: dict[str, TurnInbox] = {}
+        self._closed = False
         self.ready = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -117,8 +119,15 @@ class WorkerLink:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        except asyncio.CancelledError:
+            # A channel that is closed cancels its calls, as if their callers had been cancelled.
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise NoWorkerAvailable(f"worker {self.name} is gone") from None
+            raise
 
     async def close(self) -> None:
+        self._closed = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._drop_turns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -211,3 +212,18 @@ async def test_a_caller_that_gives_up_on_a_release_disturbs_nothing(tmp_path: Pa
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await worker.close()
         await cluster.assert_no_leak()
+
+
+async def test_a_worker_that_goes_while_it_is_asked_is_gone_with_its_pages(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        async for _ in stub.Generate(turn("s", [7, 8])):
+            pass
+        stuck = threading.Event()
+        cluster.workers["w0"]._leader._commands.put(stuck.wait)
+        release = asyncio.create_task(cluster.router.gateway.release("s", ""))
+        await asyncio.wait([release], timeout=0.1)
+        assert not release.done()
+        await cluster.router.set_workers([])
+        assert await release == 0
+        stuck.set()
