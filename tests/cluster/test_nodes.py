@@ -1,0 +1,142 @@
+"""The supervisor on Ray clusters of its own: a rank that goes wrong, a node that dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+from cluster.config import Config
+from cluster.supervisor import NAMESPACE, Cluster, connect
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+from tests.waiting import until
+
+START_DEADLINE_S = 90.0
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[tuple[Cluster, session_pb2_grpc.SessionServiceStub]]:
+    cluster = Cluster(config)
+    try:
+        await cluster.start()
+        async with grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel:
+            yield cluster, session_pb2_grpc.SessionServiceStub(channel)
+    finally:
+        await cluster.stop()
+        ray.shutdown()
+
+
+def config(tmp_path: Path, **settings: Any) -> Config:
+    return Config(port=0, grpc_port=0, device="cpu", journal_path=tmp_path / "journal.db", **settings)
+
+
+async def tokens_of(
+    stub: session_pb2_grpc.SessionServiceStub, session: str, on_token: int = -1, act: Callable[[], Any] = lambda: None
+) -> list[int]:
+    sampling = pb.Sampling(temperature=0.8, seed=4, max_tokens=60, ignore_eos=True)
+    tokens: list[int] = []
+    async for answer in stub.Generate(pb.GenerateRequest(session_id=session, text="Return the", sampling=sampling)):
+        tokens += answer.tokens
+        if len(tokens) == on_token:
+            act()
+    assert len(tokens) == 60
+    return tokens
+
+
+async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, session: str) -> Any:
+    pin = (await stub.Get(pb.GetRequest(session_id=session))).worker_id
+    return next(worker for worker in cluster._workers if worker.worker_id == pin)
+
+
+async def serving_again(cluster: Cluster, worker: Any, before: Any) -> None:
+    await until(lambda: worker.address not in (None, before), START_DEADLINE_S, f"{worker.worker_id} to serve again")
+    await cluster._announce()
+
+
+# Each runs in the process of rank 1, in the middle of a turn.
+
+
+def flip_a_refcount(actor: Any) -> None:
+    """A bit of its memory turns over."""
+    cache = actor._server.follower.rank.cache
+    slot = next(slot for slot in cache.slots.values() if slot.running)
+    cache.pool.refcounts[slot.pages[-1]] ^= 4
+
+
+def swap_a_page(actor: Any) -> None:
+    """It would read and write another page's KV."""
+    cache = actor._server.follower.rank.cache
+    slot = next(slot for slot in cache.slots.values() if slot.running)
+    cache._cut(slot, 0)
+    cache.extend(slot.session_id, 40)
+
+
+def fail_to_compute(actor: Any) -> None:
+    """Its peer would wait in a collective."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    actor._server.follower.rank.compute = fail
+
+
+async def disturb(
+    cluster: Cluster,
+    stub: session_pb2_grpc.SessionServiceStub,
+    session: str,
+    begun: asyncio.Event,
+    fault: Callable[[Any], None],
+) -> tuple[Any, Any]:
+    """Once ``begun``, bring the fault to rank 1 of the session's worker: that worker, and its address then."""
+    await begun.wait()
+    worker = await worker_of(cluster, stub, session)
+    before = worker.address
+    await worker._actors[1].__ray_call__.remote(fault)
+    return worker, before
+
+
+async def test_a_rank_that_goes_wrong_costs_a_pause_only(tmp_path: Path) -> None:
+    settings = config(tmp_path, workers=2, tp=2)
+    connect(settings)
+    async with running(settings) as (cluster, stub):
+        calm = await tokens_of(stub, "calm")
+        for fault in (flip_a_refcount, swap_a_page, fail_to_compute):
+            session = f"storm-{fault.__name__}"
+            begun = asyncio.Event()
+            disturbed = asyncio.create_task(disturb(cluster, stub, session, begun, fault))
+            assert await tokens_of(stub, session, 10, begun.set) == calm, "nothing wrong reached the client"
+            worker, before = await disturbed
+            await serving_again(cluster, worker, before)
+            assert await worker_of(cluster, stub, session) is not worker, "the session went on elsewhere"
+
+
+async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) -> None:
+    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    first, _ = (nodes.add_node(num_cpus=2) for _ in range(2))
+    settings = config(tmp_path, workers=2, tp=2, address=nodes.address, rank_lease_s=4.0)
+    try:
+        ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
+        async with running(settings) as (cluster, stub):
+            calm = await tokens_of(stub, "calm")
+            homes = {w.worker_id: {place.node_id for place in w._places} for w in cluster._workers}
+            assert all(len(home) == 1 for home in homes.values()), "STRICT_PACK: a worker's ranks on one node"
+            victim = next(w for w in cluster._workers if homes[w.worker_id] == {first.node_id})
+            before = victim.address
+            lost = asyncio.to_thread(nodes.remove_node, first, False)
+            storms = [f"storm-{i}" for i in range(3)]
+            streams = [asyncio.create_task(tokens_of(stub, storm)) for storm in storms]
+            await lost
+            assert [await stream for stream in streams] == [calm] * 3
+            nodes.add_node(num_cpus=2)
+            await serving_again(cluster, victim, before)
+            assert {place.node_id for place in victim._places} != {first.node_id}
+            assert await tokens_of(stub, "after") == calm
+    finally:
+        nodes.shutdown()
