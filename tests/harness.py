@@ -60,7 +60,7 @@ class Harness:
         await until(lambda: not self.router.gateway.live_turns(), 10, "turns to end")
         for server in self.workers.values():
             await until(lambda s=server: not s._leader.scheduler.turns, 10, "the engine to be idle")
-            report = server._leader.audit().result(10)
+            report = await asyncio.wait_for(asyncio.wrap_future(server._leader.audit()), 10)
             assert report.ok and all(rank.num_running == 0 for rank in report.ranks), report
 
     def channel(self) -> grpc.aio.Channel:
