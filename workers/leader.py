@@ -241,7 +241,7 @@ class Leader:
 
     def _record(self, op: rank_pb2.Op) -> None:
         if self._recorded is not None:
-            self._recorded.ops.append(op)
+            self._recorded.record(op)
 
     def _write_log(self, batch: Batch) -> None:
         """Send what happened since the last entry, and what to compute. Nothing waits for the answer."""

@@ -131,6 +131,9 @@ class RankLinks:
             self._lose(f"rank {rank}: {error.message}")
         except grpc.aio.AioRpcError as error:
             self._lose(f"rank {rank} is gone: {error.code().name} {error.details()}")
+        except Exception as error:
+            # Without this task no ack is heard, and every token would wait for ever.
+            self._lose(f"rank {rank} cannot be heard: {error!r}")
 
     def _lose(self, reason: str) -> None:
         if not self._stopping:

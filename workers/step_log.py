@@ -14,12 +14,14 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from holdfast.errors import RankDiverged
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.kv import AuditReport, Outcome, SessionCache, Slot
+from workers.kv.sessions import new_tokens
 
 Acks: TypeAlias = dict[int, rank_pb2.Ack]
 """By rank."""
@@ -28,23 +30,59 @@ MAX_LAG = 1024
 falls this far behind has stopped."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """Extends, or commits, that follow each other: most of what happens, kept as lists until it is sent."""
+
+    kind: str
+    session_ids: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=new_tokens)
+
+    def op(self) -> rank_pb2.Op:
+        if self.kind == "extend":
+            return rank_pb2.Op(extend=rank_pb2.ExtendOp(session_ids=self.session_ids, num_tokens=self.num_tokens))
+        tokens = pack_tokens(self.tokens)
+        commit = rank_pb2.CommitOp(session_ids=self.session_ids, num_tokens=self.num_tokens, tokens=tokens)
+        return rank_pb2.Op(commit=commit)
+
+
 class RecordedCache(SessionCache):
-    """The leader's cache. ``ops`` has what was done since it was last taken; what fails changes nothing."""
+    """The leader's cache. Remembers what was done to it; what fails changes nothing and is not remembered."""
 
     def __init__(self, num_pages: int, page_size: int, max_slots: int = 1024) -> None:
         super().__init__(num_pages, page_size, max_slots)
-        self.ops: list[rank_pb2.Op] = []
+        self._ops: list[rank_pb2.Op] = []
+        self._run: _Run | None = None
+
+    def record(self, op: rank_pb2.Op) -> None:
+        """Add an operation: one just done, or one that is not the cache's own (an audit, a measurement)."""
+        self._end_run()
+        self._ops.append(op)
 
     def take_ops(self) -> list[rank_pb2.Op]:
-        ops, self.ops = self.ops, []
+        """What was done since the last call, in order."""
+        self._end_run()
+        ops, self._ops = self._ops, []
         return ops
+
+    def _run_of(self, kind: str) -> _Run:
+        if self._run is None or self._run.kind != kind:
+            self._end_run()
+            self._run = _Run(kind)
+        return self._run
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._ops.append(self._run.op())
+            self._run = None
 
     def open(self, session_id: str, tenant: str = "", *, ephemeral: bool = False) -> Slot:
         known = session_id in self.slots
         slot = super().open(session_id, tenant, ephemeral=ephemeral)
         if not known:
             op = rank_pb2.OpenOp(session_id=session_id, tenant=tenant, ephemeral=ephemeral)
-            self.ops.append(rank_pb2.Op(open=op))
+            self.record(rank_pb2.Op(open=op))
         return slot
 
     def resume(
@@ -55,51 +93,47 @@ class RecordedCache(SessionCache):
         new = pack_tokens(tokens[keep_len:])
         op = rank_pb2.ResumeOp(session_id=session_id, turn_id=turn_id, tokens=new, keep_len=keep_len)
         op.match_prefix = match_prefix
-        self.ops.append(rank_pb2.Op(resume=op))
+        self.record(rank_pb2.Op(resume=op))
         return cached_len
 
     def extend(self, session_id: str, num_tokens: int) -> None:
         super().extend(session_id, num_tokens)
-        if not (self.ops and self.ops[-1].HasField("extend")):
-            self.ops.append(rank_pb2.Op(extend=rank_pb2.ExtendOp()))
-        op = self.ops[-1].extend
-        op.session_ids.append(session_id)
-        op.num_tokens.append(num_tokens)
+        run = self._run_of("extend")
+        run.session_ids.append(session_id)
+        run.num_tokens.append(num_tokens)
 
     def commit(self, session_id: str, tokens: array[int]) -> None:
         super().commit(session_id, tokens)
-        if not (self.ops and self.ops[-1].HasField("commit")):
-            self.ops.append(rank_pb2.Op(commit=rank_pb2.CommitOp()))
-        op = self.ops[-1].commit
-        op.session_ids.append(session_id)
-        op.num_tokens.append(len(tokens))
-        op.tokens += pack_tokens(tokens)
+        run = self._run_of("commit")
+        run.session_ids.append(session_id)
+        run.num_tokens.append(len(tokens))
+        run.tokens.extend(tokens)
 
     def finish(self, session_id: str, turn_id: str, outcome: Outcome, known: array[int] | None = None) -> None:
         super().finish(session_id, turn_id, outcome, known)
         op = rank_pb2.FinishOp(session_id=session_id, turn_id=turn_id, outcome=outcome.value)
         if known is not None:
             op.known = pack_tokens(known)
-        self.ops.append(rank_pb2.Op(finish=op))
+        self.record(rank_pb2.Op(finish=op))
 
     def free_tail(self, session_id: str, keep_len: int) -> int:
         freed = super().free_tail(session_id, keep_len)
-        self.ops.append(rank_pb2.Op(free_tail=rank_pb2.FreeTailOp(session_id=session_id, keep_len=keep_len)))
+        self.record(rank_pb2.Op(free_tail=rank_pb2.FreeTailOp(session_id=session_id, keep_len=keep_len)))
         return freed
 
     def release_session(self, session_id: str) -> int:
         freed = super().release_session(session_id)
-        self.ops.append(rank_pb2.Op(release=rank_pb2.ReleaseOp(session_id=session_id)))
+        self.record(rank_pb2.Op(release=rank_pb2.ReleaseOp(session_id=session_id)))
         return freed
 
     def fork(self, parent_id: str, child_id: str, at_len: int | None = None) -> Slot:
         child = super().fork(parent_id, child_id, at_len)
-        self.ops.append(rank_pb2.Op(fork=rank_pb2.ForkOp(parent_id=parent_id, child_id=child_id, at_len=at_len)))
+        self.record(rank_pb2.Op(fork=rank_pb2.ForkOp(parent_id=parent_id, child_id=child_id, at_len=at_len)))
         return child
 
     def flush(self) -> None:
         super().flush()
-        self.ops.append(rank_pb2.Op(flush=rank_pb2.FlushOp()))
+        self.record(rank_pb2.Op(flush=rank_pb2.FlushOp()))
 
 
 class LogWriter:

@@ -105,3 +105,16 @@ async def test_sessions_on_two_ranks_end_to_end(tmp_path: Path) -> None:
         await cluster.assert_no_leak()
         for server in (cluster.workers["w0"]._leader.rank, cluster.followers["w0"][0].follower.rank):
             assert not server.cache.slots
+
+
+async def test_acks_that_cannot_be_taken_end_the_group_rather_than_its_answers() -> None:
+    lost: list[str] = []
+    leader, followers, _ = await start_group("w", 1, ENGINE, 2, lost.append)
+
+    def fail(rank: int, ack: rank_pb2.Ack) -> None:
+        raise KeyError(rank)
+
+    leader._leader.log.ack = fail  # type: ignore[method-assign]
+    leader._leader.flush()
+    await until(lambda: "rank 1 cannot be heard: KeyError(1)" in lost, 5, "the leader to notice")
+    await stop_group(leader, followers)
