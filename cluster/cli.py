@@ -119,7 +119,7 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     workers = _get(url, "/holdfast/workers", api_key)
     columns = {"worker_id": "worker", "incarnation": "incarnation", "pid": "pid", "pages_free": "pages free"}
     columns |= {"pages_held": "held", "pages_cached": "cached", "sessions": "sessions"}
-    columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted"}
+    columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted", "metrics_url": "metrics"}
     _print(workers, columns, as_json)
     if not as_json and any(len(worker["ranks"]) > 1 for worker in workers):
         columns = {"worker_id": "worker", "rank": "rank", "pid": "pid", "node": "node"}

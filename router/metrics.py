@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from holdfast.v1 import worker_pb2
+from holdfast.worker_metrics import WorkerCollector
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -48,7 +49,8 @@ class Metrics:
         live_turns: Callable[[], int],
         sessions: Callable[[], int],
     ) -> None:
-        self.registry.register(_Live(workers, live_turns, sessions))
+        self.registry.register(WorkerCollector(workers))
+        self.registry.register(_Live(lambda: len(workers()), live_turns, sessions))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -57,36 +59,10 @@ class Metrics:
 class _Live(Collector):
     """What is read at the moment of a scrape."""
 
-    def __init__(
-        self,
-        workers: Callable[[], list[worker_pb2.WorkerStats]],
-        live_turns: Callable[[], int],
-        sessions: Callable[[], int],
-    ) -> None:
-        self._workers, self._live_turns, self._sessions = workers, live_turns, sessions
+    def __init__(self, alive: Callable[[], int], live_turns: Callable[[], int], sessions: Callable[[], int]) -> None:
+        self._alive, self._live_turns, self._sessions = alive, live_turns, sessions
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("holdfast_live_turns", "Turns running or waiting here", value=self._live_turns())
         yield GaugeMetricFamily("holdfast_router_sessions", "Sessions in this router's memory", value=self._sessions())
-        stats = self._workers()
-        yield GaugeMetricFamily("holdfast_workers_alive", "Workers that this router reaches", value=len(stats))
-        pages = GaugeMetricFamily("holdfast_worker_pages", "KV pages by state", labels=["worker", "state"])
-        gauges = {
-            name: GaugeMetricFamily(f"holdfast_worker_{name}", text, labels=["worker"])
-            for name, text in (
-                ("sessions", "Sessions with a slot on the worker"),
-                ("running", "Turns in the worker's batch"),
-                ("waiting", "Turns queued on the worker"),
-            )
-        }
-        retracted = CounterMetricFamily("holdfast_worker_retracted", "Turns retracted for pages", labels=["worker"])
-        counters = CounterMetricFamily("holdfast_worker_events", "Counts of the engine", labels=["worker", "event"])
-        for s in stats:
-            for state, value in (("free", s.pages_free), ("cached", s.pages_cached), ("held", s.pages_held)):
-                pages.add_metric([s.worker_id, state], value)
-            for name, gauge in gauges.items():
-                gauge.add_metric([s.worker_id], getattr(s, name))
-            retracted.add_metric([s.worker_id], s.retracted)
-            for event, count in s.counters.items():
-                counters.add_metric([s.worker_id, event], count)
-        yield from (pages, *gauges.values(), retracted, counters)
+        yield GaugeMetricFamily("holdfast_workers_alive", "Workers that this router reaches", value=self._alive())

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
 
 from holdfast.errors import InvalidRequest, NoWorkerAvailable
 from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS, answers_errors
+from holdfast.worker_metrics import WorkerCollector
 from workers.collectives import Collectives
 from workers.config import EngineConfig
 from workers.leader import Leader, Submission, TurnUpdate
@@ -83,6 +85,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection(names, server)
         port = server.add_insecure_port(f"{host}:0")
+        registry = CollectorRegistry()
+        registry.register(WorkerCollector(lambda: [self._stats()]))
+        self._metrics_server, _ = start_http_server(0, host, registry)
+        self._metrics_url = f"http://{host}:{self._metrics_server.server_port}/metrics"
         self._leader.start()
         await server.start()
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
@@ -107,6 +113,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(grace=0.2)
+            await asyncio.to_thread(self._metrics_server.shutdown)
+            self._metrics_server.server_close()
         await asyncio.to_thread(self._leader.stop)
         await self._links.stop()
 
@@ -259,6 +267,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             retracted=scheduler.num_retracted,
             counters=dict(counters),
             draining=self._draining,
+            metrics_url=self._metrics_url,
             ranks=[
                 worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),
                 *self._links.stats(self._leader.log),

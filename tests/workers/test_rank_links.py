@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from holdfast.v1 import rank_pb2, rank_pb2_grpc, session_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -98,6 +99,10 @@ async def test_sessions_on_two_ranks_end_to_end(tmp_path: Path) -> None:
             assert audit.ok and len(audit.ranks) == 2 and audit.ranks[0].digest == audit.ranks[1].digest != 0
             stats = await worker.Stats(worker_pb2.StatsRequest())
             assert [rank.lag for rank in stats.ranks] == [0, 0]
+            async with httpx.AsyncClient() as http:
+                metrics = (await http.get(stats.metrics_url)).text
+            assert 'holdfast_rank_lag_entries{rank="1",worker="w0"} 0.0' in metrics
+            assert 'holdfast_worker_events_total{event="turns",worker="w0"} 3.0' in metrics
             released = await worker.Release(worker_pb2.WorkerReleaseRequest(session_id="fork", epoch=1))
             assert [rank.pages_freed for rank in released.ranks] == [released.ranks[0].pages_freed] * 2
             assert {rank.log_index for rank in released.ranks} == {released.log_index}

@@ -214,7 +214,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks")
+    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks", "metrics_url")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class WorkerStats(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_URL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
@@ -250,7 +251,8 @@ class WorkerStats(_message.Message):
     counters: _containers.ScalarMap[str, int]
     draining: bool
     ranks: _containers.RepeatedCompositeFieldContainer[RankStats]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ...) -> None: ...
+    metrics_url: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ...) -> None: ...
 
 class RankStats(_message.Message):
     __slots__ = ("rank", "pid", "node", "log_index", "lag")

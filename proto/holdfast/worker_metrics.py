@@ -1,0 +1,44 @@
+"""Workers' figures as Prometheus metrics: a worker serves its own, a router those of all it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.v1 import worker_pb2
+
+
+class WorkerCollector(Collector):
+    """``stats`` is asked at each scrape."""
+
+    def __init__(self, stats: Callable[[], Iterable[worker_pb2.WorkerStats]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        pages = GaugeMetricFamily("holdfast_worker_pages", "KV pages by state", labels=["worker", "state"])
+        gauges = {
+            name: GaugeMetricFamily(f"holdfast_worker_{name}", text, labels=["worker"])
+            for name, text in (
+                ("sessions", "Sessions with a slot on the worker"),
+                ("running", "Turns in the worker's batch"),
+                ("waiting", "Turns queued on the worker"),
+            )
+        }
+        retracted = CounterMetricFamily("holdfast_worker_retracted", "Turns retracted for pages", labels=["worker"])
+        counters = CounterMetricFamily("holdfast_worker_events", "Counts of the engine", labels=["worker", "event"])
+        lag = GaugeMetricFamily(
+            "holdfast_rank_lag_entries", "Entries of the step log sent and not acked", labels=["worker", "rank"]
+        )
+        for s in self._stats():
+            for state, value in (("free", s.pages_free), ("cached", s.pages_cached), ("held", s.pages_held)):
+                pages.add_metric([s.worker_id, state], value)
+            for name, gauge in gauges.items():
+                gauge.add_metric([s.worker_id], getattr(s, name))
+            retracted.add_metric([s.worker_id], s.retracted)
+            for event, count in s.counters.items():
+                counters.add_metric([s.worker_id, event], count)
+            for rank in s.ranks:
+                lag.add_metric([s.worker_id, str(rank.rank)], rank.lag)
+        yield from (pages, *gauges.values(), retracted, counters, lag)
