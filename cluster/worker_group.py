@@ -21,6 +21,8 @@ from workers.config import EngineConfig
 
 log = logging.getLogger("holdfast.cluster")
 PROBES_PER_LEASE = 4
+END_GRACE_S = 1.0
+"""Most end when Ray asks them; what is stopped, or stuck, does not."""
 END_TIMEOUT_S = 10.0
 
 
@@ -140,10 +142,14 @@ class WorkerGroup:
 
 
 def end_process(pid: int, created: float) -> None:
-    """Kill a process of this node and wait until it is gone; nothing happens if it is another by now."""
+    """Wait until a process of this node is gone, or kill it; nothing happens if it is another by now."""
     try:
         process = psutil.Process(pid)
-        if process.create_time() == created:
+        if process.create_time() != created:
+            return
+        try:
+            process.wait(END_GRACE_S)
+        except psutil.TimeoutExpired:
             process.kill()
             process.wait(END_TIMEOUT_S)
     except psutil.NoSuchProcess:

@@ -138,5 +138,12 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
             await serving_again(cluster, victim, before)
             assert {place.node_id for place in victim._places} != {first.node_id}
             assert await tokens_of(stub, "after") == calm
+        # Over nodes: each rank has one to itself.
+        ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
+        spread = config(tmp_path / "spread", workers=1, tp=2, tp_placement="SPREAD", address=nodes.address)
+        spread.journal_path.parent.mkdir()
+        async with running(spread) as (cluster, stub):
+            assert len({place.node_id for place in cluster._workers[0]._places}) == 2
+            assert await tokens_of(stub, "over nodes") == calm
     finally:
         nodes.shutdown()
