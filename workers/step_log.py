@@ -66,10 +66,9 @@ class RecordedCache(SessionCache):
         ops, self._ops = self._ops, []
         return ops
 
-    def _run_of(self, kind: str) -> _Run:
-        if self._run is None or self._run.kind != kind:
-            self._end_run()
-            self._run = _Run(kind)
+    def _new_run(self, kind: str) -> _Run:
+        self._end_run()
+        self._run = _Run(kind)
         return self._run
 
     def _end_run(self) -> None:
@@ -98,13 +97,17 @@ class RecordedCache(SessionCache):
 
     def extend(self, session_id: str, num_tokens: int) -> None:
         super().extend(session_id, num_tokens)
-        run = self._run_of("extend")
+        run = self._run
+        if run is None or run.kind != "extend":
+            run = self._new_run("extend")
         run.session_ids.append(session_id)
         run.num_tokens.append(num_tokens)
 
     def commit(self, session_id: str, tokens: array[int]) -> None:
         super().commit(session_id, tokens)
-        run = self._run_of("commit")
+        run = self._run
+        if run is None or run.kind != "commit":
+            run = self._new_run("commit")
         run.session_ids.append(session_id)
         run.num_tokens.append(len(tokens))
         run.tokens.extend(tokens)

@@ -27,8 +27,7 @@ class StateDigest:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._value = hash((num_pages, page_size))
         self._refcounts = [0] * num_pages
-        self._slot_hashes: dict[str, int] = {}
-        self._chains: dict[str, list[int]] = {}
+        self._slots: dict[str, _SlotDigest] = {}
 
     def update(
         self,
@@ -47,20 +46,34 @@ class StateDigest:
                 value += hash((page, refcounts[page])) - hash((page, seen[page]))
                 seen[page] = refcounts[page]
         for session_id, num_kept in touched_slots.items():
-            value -= self._slot_hashes.pop(session_id, 0)
-            slot = slots.get(session_id)
+            slot, known = slots.get(session_id), self._slots.get(session_id)
+            if known is None:
+                if slot is None:
+                    continue
+                known = self._slots[session_id] = _SlotDigest(session_id)
+            value -= known.element
             if slot is None:
-                self._chains.pop(session_id, None)
+                del self._slots[session_id]
                 continue
-            chain = self._chains.get(session_id)
-            if chain is None:
-                name = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
-                chain = self._chains[session_id] = [int.from_bytes(name, "little")]
-            del chain[num_kept + 1 :]
-            for page in slot.pages[len(chain) - 1 :]:
-                chain.append(hash((chain[-1], page)))
+            chain, pages = known.chain, slot.pages
+            # A decode seldom changes its table.
+            if num_kept + 1 < len(chain) or len(chain) <= len(pages):
+                del chain[num_kept + 1 :]
+                for page in pages[len(chain) - 1 :]:
+                    chain.append(hash((chain[-1], page)))
             lengths = (slot.committed_len, slot.allocated_len, slot.base_len, len(slot.tokens))
-            element = self._slot_hashes[session_id] = hash((chain[-1], slot.row, slot.running, *lengths))
-            value += element
+            known.element = hash((chain[-1], slot.row, slot.running, lengths))
+            value += known.element
         self._value = value & MASK
         return self._value
+
+
+class _SlotDigest:
+    """What one slot adds to the sum, and the chained hashes of its page table, one for each page."""
+
+    __slots__ = ("chain", "element")
+
+    def __init__(self, session_id: str) -> None:
+        name = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
+        self.chain = [int.from_bytes(name, "little")]
+        self.element = 0
