@@ -17,7 +17,7 @@ from cluster.supervisor import Cluster
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.journal import SqliteJournal
+from router.sqlite_journal import SqliteJournal
 
 PROMPT_LEN, ROUNDS = 32, 300
 STREAMS, STREAM_TOKENS = 16, 400
@@ -99,7 +99,7 @@ async def journal_cost(durability: str) -> dict[str, float]:
         times: list[float] = []
 
         async def session(i: int) -> None:
-            await journal.open(f"s{i}", "")
+            await journal.take(f"s{i}", "", create=True)
             await journal.begin_turn(f"s{i}", 0, "t", 0, array("i", prompt(i)))
             for n in range(JOURNAL_APPENDS):
                 began = time.perf_counter()
@@ -109,7 +109,7 @@ async def journal_cost(durability: str) -> dict[str, float]:
         began = time.perf_counter()
         await asyncio.gather(*(session(i) for i in range(JOURNAL_SESSIONS)))
         rate = len(times) / (time.perf_counter() - began)
-        journal.close()
+        await journal.close()
     return {
         "appends/s": round(rate),
         "p50 ms": round(percentile(times, 50), 2),

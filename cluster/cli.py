@@ -74,7 +74,7 @@ async def _serve(config: Config) -> None:
         await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
         if started.done():
             await started
-            click.echo(f"ready: {cluster.url} {cluster.grpc_url}")
+            click.echo(f"ready: {' '.join(cluster.urls)} {' '.join(cluster.grpc_urls)}")
             await stopped
         else:
             started.cancel()

@@ -45,6 +45,8 @@ class Config(BaseModel):
     max_sessions: int = Field(1024, ge=2, description="sessions whose KV a worker keeps between turns")
     threads_per_worker: int | None = Field(None, ge=1, description="CPU threads a rank; default: cores shared out")
     journal_path: Path = Field(Path("holdfast.db"), description="the journal's SQLite file")
+    journal_url: str | None = Field(None, description="redis://...: a journal for many machines")
+    routers: int = Field(1, ge=1, le=64, description="routers over one journal; their ports count up from --port")
     journal_durability: Literal["process", "power"] = Field(
         "process", description="process: survives kill -9; power: fsync before a token is shown"
     )
@@ -81,16 +83,17 @@ class Config(BaseModel):
             collective_timeout_s=self.collective_timeout_s,
         )
 
-    def router(self) -> RouterConfig:
-        """What the router is told."""
+    def router(self, index: int = 0) -> RouterConfig:
+        """What router number ``index`` is told."""
         return RouterConfig(
             model=self.model.resolve(),
             served_model_name=self.served_model_name or self.model.resolve().name,
             host=self.host,
-            port=self.port,
-            grpc_port=self.grpc_port,
+            port=self.port and self.port + index,
+            grpc_port=self.grpc_port and self.grpc_port + index,
             api_keys=tuple(self.api_key),
             journal_path=self.journal_path.resolve(),
+            journal_url=self.journal_url,
             journal_durability=self.journal_durability,
             max_live_turns=self.max_live_turns,
             max_queued_turns_per_session=self.max_queued_turns_per_session,

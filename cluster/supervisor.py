@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,6 +17,7 @@ from cluster.config import Config
 from cluster.worker_group import WorkerGroup
 from holdfast.errors import ConfigError, HoldfastError, NoWorkerAvailable
 from router.actor import RouterActor
+from router.config import RouterConfig
 from router.workers import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
@@ -56,26 +59,33 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.http_port = 0
-        self.grpc_port = 0
         self._engine = config.engine()
         self._workers: list[WorkerGroup] = []
         self._keepers: list[asyncio.Task[None]] = []
-        self._router: Any = None
+        self._routers: list[_Router] = []
         self._stopping = False
 
     @property
+    def urls(self) -> list[str]:
+        """Of all routers, HTTP."""
+        return [f"http://{router.config.host}:{router.config.port}" for router in self._routers]
+
+    @property
+    def grpc_urls(self) -> list[str]:
+        return [f"grpc://{router.config.host}:{router.config.grpc_port}" for router in self._routers]
+
+    @property
     def url(self) -> str:
-        return f"http://{self.config.host}:{self.http_port}"
+        return self.urls[0]
 
     @property
     def grpc_url(self) -> str:
-        return f"grpc://{self.config.host}:{self.grpc_port}"
+        return self.grpc_urls[0]
 
     async def start(self) -> None:
         """Start everything; returns when the router reaches every worker. Raises HoldfastError."""
-        self._router = RouterActor.options(name=f"router-{os.getpid()}", num_cpus=0).remote(self.config.router())
-        router_started = self._router.start.remote([])
+        self._routers = [_Router(i, self.config.router(i)) for i in range(self.config.routers)]
+        routers_started = asyncio.gather(*(router.start([]) for router in self._routers))
         config, ranks = self.config, self.config.workers * self.config.tp
         use_gpu = self._engine.device == "cuda" or (
             self._engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= ranks
@@ -91,15 +101,17 @@ class Cluster:
             async with asyncio.timeout(self.config.start_timeout_s):
                 # Together: loading is the slow part, and the cores share it anyway.
                 await asyncio.gather(*(worker.start() for worker in self._workers))
-                self.http_port, self.grpc_port = await router_started
+                await routers_started
                 await self._announce()
-                while len(await self._router.ready_workers.remote()) < len(self._workers):
-                    await asyncio.sleep(0.02)
+                for router in self._routers:
+                    while len(await router.actor.ready_workers.remote()) < len(self._workers):
+                        await asyncio.sleep(0.02)
         except TimeoutError:
             raise NoWorkerAvailable(f"the cluster did not start within {self.config.start_timeout_s} s") from None
         except RayError as error:
             raise _cause(error) from None
         self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        self._keepers += [asyncio.create_task(self._keep_router(router)) for router in self._routers]
 
     async def stop(self) -> None:
         """Let live turns end, then take everything down."""
@@ -107,13 +119,9 @@ class Cluster:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        timeout_s = self.config.drain_timeout_s + 5.0
-        if self.http_port:
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(self._router.stop.remote(), timeout_s)
+        timeout_s = self.config.drain_timeout_s + STOP_TIMEOUT_S
+        await asyncio.gather(*(router.stop(timeout_s) for router in self._routers))
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self._workers))
-        if self._router is not None:
-            ray.kill(self._router)
 
     def worker_addresses(self) -> list[WorkerAddress]:
         """The workers that live now."""
@@ -138,11 +146,57 @@ class Cluster:
                     await asyncio.sleep(RESTART_PAUSE_S)
             await self._announce()
 
+    async def _keep_router(self, router: _Router) -> None:
+        """Wait for the router to die, and start another on the same ports; for ever."""
+        while not self._stopping:
+            try:
+                await router.actor.wait.remote()
+            except RayError:
+                log.warning("router %d died; starting another", router.index)
+            router.serves = False
+            while not router.serves:
+                try:
+                    await asyncio.wait_for(router.start(self.worker_addresses()), self.config.start_timeout_s)
+                except (RayError, TimeoutError) as error:
+                    log.error("router %d does not start: %s; trying again", router.index, error)
+                    await asyncio.sleep(RESTART_PAUSE_S)
+            await self._announce()  # what changed while it started
+
     async def _announce(self) -> None:
-        try:
-            await self._router.set_workers.remote(self.worker_addresses())
-        except RayError as error:
-            log.error("the router does not answer: %s", error)
+        addresses = self.worker_addresses()
+        tells = (router.actor.set_workers.remote(addresses) for router in self._routers if router.serves)
+        for answer in await asyncio.gather(*tells, return_exceptions=True):
+            if isinstance(answer, RayError):
+                log.error("a router does not answer: %s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+
+
+class _Router:
+    """One router's place: its settings and who fills it now."""
+
+    def __init__(self, index: int, config: RouterConfig) -> None:
+        self.index = index
+        self.config = config
+        self.actor: Any = None
+        self.serves = False
+
+    async def start(self, workers: list[WorkerAddress]) -> None:
+        if self.actor is not None:
+            ray.kill(self.actor)
+        name = f"router-{os.getpid()}-{self.index}-{time.time_ns()}"
+        self.actor = RouterActor.options(name=name, num_cpus=0).remote(self.config)  # type: ignore[attr-defined]
+        port, grpc_port = await self.actor.start.remote(workers)
+        # The next one serves where clients know this one.
+        self.config = replace(self.config, port=port, grpc_port=grpc_port)
+        self.serves = True
+
+    async def stop(self, timeout_s: float) -> None:
+        if self.serves:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self.actor.stop.remote(), timeout_s)
+        if self.actor is not None:
+            ray.kill(self.actor)
 
 
 def _cause(error: RayError) -> HoldfastError:

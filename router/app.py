@@ -26,10 +26,12 @@ from router.config import RouterConfig
 from router.gateway import Gateway
 from router.grpc_api import SessionServer
 from router.http_common import error_response, tenant_of
-from router.journal import SqliteJournal
+from router.journal import Journal
 from router.metrics import Metrics
 from router.openai_api import openai_routes
+from router.redis_journal import RedisJournal
 from router.sglang_api import sglang_routes
+from router.sqlite_journal import SqliteJournal
 from router.text import TextCodec
 from router.workers import WorkerAddress, WorkerLink
 
@@ -146,12 +148,18 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _journal(config: RouterConfig) -> Journal:
+    if config.journal_url is not None:
+        return RedisJournal(config.journal_url, config.journal_durability)
+    return SqliteJournal(config.journal_path, config.journal_durability)
+
+
 class RouterServer:
     """One router. ``start`` serves, ``set_workers`` tells it whom to use, ``stop`` ends it."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self._journal = SqliteJournal(config.journal_path, config.journal_durability)
+        self._journal: Journal = _journal(config)
         metrics = Metrics()
         self.gateway = Gateway(config, self._journal, TextCodec(config.model), metrics)
         metrics.watch_gateway(
@@ -162,6 +170,7 @@ class RouterServer:
 
     async def start(self) -> tuple[int, int]:
         """Serve; returns the HTTP and the gRPC port (which the config may leave to the system, as 0)."""
+        await self._journal.start()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.gateway), self._grpc)
         checks = health.aio.HealthServicer()
@@ -199,4 +208,4 @@ class RouterServer:
             self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True
         )
         await self.gateway.close()
-        self._journal.close()
+        await self._journal.close()

@@ -18,6 +18,8 @@ class RouterConfig:
     api_keys: tuple[str, ...] = ()
     """Empty: open to all, one tenant. Else each key is a tenant."""
     journal_path: Path = Path("holdfast.db")
+    journal_url: str | None = None
+    """A Redis in place of the SQLite file: for routers on several machines."""
     journal_durability: str = "process"
     """``process``: a shown token survives any kill -9. ``power``: it is fsynced first."""
     max_live_turns: int = 256

@@ -25,6 +25,7 @@ from holdfast.errors import (
     QueueFull,
     SessionNotFound,
     SessionReleased,
+    StaleEpoch,
 )
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
@@ -103,7 +104,7 @@ class Gateway:
         self.codec = codec
         self.metrics = metrics
         self.journal = journal
-        self.sessions = Sessions(journal, config.max_queued_turns_per_session)
+        self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
         self._placement = Placement()
         self._links: dict[str, WorkerLink] = {}
         self._live: dict[str, _Live] = {}
@@ -219,10 +220,7 @@ class Gateway:
     async def _relay(self, turn: _Live) -> AsyncIterator[TurnChunk]:
         request, started = turn.request, time.monotonic()
         output = self.codec.stream(request.sampling.stop)
-        await self._place(turn)
-        if turn.session is not None:
-            ids = turn.tokens[turn.keep_len :]
-            await self.journal.begin_turn(turn.session.session_id, turn.epoch, request.turn_id, turn.keep_len, ids)
+        await self._begin(turn)
         inbox = self._submit(turn, full=False)
         last_token_at = None
         while True:
@@ -263,6 +261,32 @@ class Gateway:
             yield chunk
             if chunk.finish_reason:
                 return
+
+    async def _begin(self, turn: _Live) -> None:
+        """Find the turn a worker, and journal its input."""
+        session = turn.session
+        if session is None:
+            await self._place(turn)
+            return
+        try:
+            await self._place(turn)
+            await self._journal_input(turn, session)
+        except StaleEpoch:
+            # Another router had the session since: what this one knew of it has passed. Once more, as it is now.
+            await self.sessions.retake(session, queue=turn.request.queue)
+            now = self._prepare(turn.request, session)
+            turn.keep_len, turn.tokens, turn.prompt_len, turn.epoch = (
+                now.keep_len,
+                now.tokens,
+                now.prompt_len,
+                now.epoch,
+            )
+            await self._place(turn)
+            await self._journal_input(turn, session)
+
+    async def _journal_input(self, turn: _Live, session: Session) -> None:
+        ids = turn.tokens[turn.keep_len :]
+        await self.journal.begin_turn(session.session_id, turn.epoch, turn.request.turn_id, turn.keep_len, ids)
 
     async def _next_update(self, inbox: TurnInbox) -> worker_pb2.TurnUpdate | None:
         try:
@@ -429,8 +453,14 @@ class Gateway:
         async with self.sessions.turn_slot(session_id, tenant, create=False, queue=False) as session:
             if not 0 <= keep_len <= len(session.tokens):
                 raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
+            try:
+                await self.journal.cut(session_id, session.record.epoch, keep_len)
+            except StaleEpoch:
+                await self.sessions.retake(session, queue=False)
+                if keep_len > len(session.tokens):
+                    raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}") from None
+                await self.journal.cut(session_id, session.record.epoch, keep_len)
             record = session.record
-            await self.journal.cut(session_id, record.epoch, keep_len)
             session.cut(keep_len)
             await self._unless_gone(
                 record.worker,
@@ -451,13 +481,14 @@ class Gateway:
 
     async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
         """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""
-        session = await self.sessions.get(session_id, tenant, create=False)
-        at_len = len(session.tokens) if at_len is None else at_len
-        child = self.sessions.add(await self.journal.fork(session.record, child_id or uuid.uuid4().hex, at_len)).record
+        record = await self.journal.fork(session_id, tenant, child_id or uuid.uuid4().hex, at_len)
+        child = self.sessions.add(record).record
         link = self._links.get(child.worker)
         if link is not None and link.alive:
             try:
-                await link.fork(session_id, child.session_id, child.epoch, at_len, self.config.control_timeout_s)
+                await link.fork(
+                    session_id, child.session_id, child.epoch, len(child.tokens), self.config.control_timeout_s
+                )
             except HoldfastError as error:
                 # Only KV is not shared then: the child's first turn computes it.
                 log.info("fork %s: no KV shared: %s", child.session_id, error.message)

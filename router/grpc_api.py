@@ -94,8 +94,8 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
 
     @answers_errors
     async def Get(self, request: session_pb2.GetRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
-        session = await self._gateway.sessions.get(request.session_id, self._tenant(context), create=False)
-        return self._message(session.record)
+        record = await self._gateway.journal.load(request.session_id, self._tenant(context))
+        return self._message(record)
 
     @answers_errors
     async def List(

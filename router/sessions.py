@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from array import array
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from contextlib import asynccontextmanager
 from holdfast.errors import QueueFull, SessionBusy
 from router.journal import Journal, SessionRecord
 
+BUSY_POLL_S = 0.05
+"""Between looks at a session whose turn runs on another router."""
 MAX_SESSIONS_IN_MEMORY = 4096
 """Idle sessions beyond it are read from the journal again when they come back."""
 
@@ -33,6 +36,11 @@ class Session:
     @property
     def tokens(self) -> array[int]:
         return self.record.tokens
+
+    def renew(self, record: SessionRecord) -> None:
+        """It is something else now: the journal says so."""
+        self.record = record
+        self._text = None
 
     def text(self, decode: object) -> str:
         """The tokens' text, special tokens spelled out; decoded once and kept."""
@@ -57,24 +65,45 @@ class Session:
 class Sessions:
     """Sessions by id, loaded from the journal on demand; bounds how many turns wait on each."""
 
-    def __init__(self, journal: Journal, max_waiting: int) -> None:
+    def __init__(self, journal: Journal, max_waiting: int, busy_wait_s: float) -> None:
         self._journal = journal
+        self._busy_wait_s = busy_wait_s
         self._max_waiting = max_waiting
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def get(self, session_id: str, tenant: str, *, create: bool) -> Session:
-        """Raises SessionNotFound (also for another tenant's), SessionReleased."""
+    async def get(self, session_id: str, tenant: str, *, create: bool, queue: bool = False) -> Session:
+        """The session, taken from whichever router had it.
+
+        Another may take it again at any time: then what is written under its epoch is stale, and
+        ``retake`` brings it up to date. Raises SessionNotFound (also for another tenant's),
+        SessionReleased, SessionBusy (with ``queue``: after ``busy_wait_s``).
+        """
         session = self._sessions.get(session_id)
         if session is None or session.record.tenant != tenant:
-            read = self._journal.open if create else self._journal.load
-            record = await read(session_id, tenant)
+            record = await self._take(session_id, tenant, create=create, queue=queue)
             session = self._sessions.setdefault(session_id, Session(record))
         self._sessions.move_to_end(session_id)
         self._trim()
         return session
+
+    async def retake(self, session: Session, *, queue: bool) -> None:
+        """Another router had it in between: see what it is now."""
+        record = session.record
+        session.renew(await self._take(record.session_id, record.tenant, create=False, queue=queue))
+
+    async def _take(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> SessionRecord:
+        deadline = time.monotonic() + self._busy_wait_s
+        while True:
+            try:
+                return await self._journal.take(session_id, tenant, create=create)
+            except SessionBusy:
+                # Its turn runs on another router, or did, and that router's lease has not lapsed yet.
+                if not queue or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(BUSY_POLL_S)
 
     def add(self, record: SessionRecord) -> Session:
         session = self._sessions[record.session_id] = Session(record)
@@ -107,7 +136,7 @@ class Sessions:
     async def take_slot(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> Session:
         """As ``turn_slot``, for one whose end is elsewhere: see ``give_slot``."""
         while True:
-            session = await self.get(session_id, tenant, create=create)
+            session = await self.get(session_id, tenant, create=create, queue=queue)
             if not session.busy and not session.waiters:
                 break
             if not queue:

@@ -27,14 +27,29 @@ ENGINE = EngineConfig(max_total_tokens=16_384, max_running_requests=8)
 
 @dataclass
 class Harness:
-    """Workers and a router, and where to reach them."""
+    """Workers and routers over one journal, and where to reach them."""
 
-    router: RouterServer
+    routers: list[RouterServer]
     workers: dict[str, WorkerServer]
     followers: dict[str, list[RankServer]]
     addresses: dict[str, WorkerAddress]
-    url: str
-    grpc_target: str
+    urls: list[str]
+    grpc_targets: list[str]
+
+    @property
+    def router(self) -> RouterServer:
+        return self.routers[0]
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    async def start_router(self, config: RouterConfig) -> None:
+        router = RouterServer(config)
+        port, grpc_port = await router.start()
+        self.routers.append(router)
+        self.urls.append(f"http://{HOST}:{port}")
+        self.grpc_targets.append(f"{HOST}:{grpc_port}")
 
     async def start_worker(self, worker_id: str, incarnation: int, engine: EngineConfig, tp: int = 1) -> None:
         server, followers, address = await start_group(worker_id, incarnation, engine, tp)
@@ -43,8 +58,10 @@ class Harness:
         await self.announce()
 
     async def announce(self) -> None:
-        await self.router.set_workers(list(self.addresses.values()))
-        await until(lambda: len(self.router.gateway.alive_links()) == len(self.addresses), 20, "workers to be reached")
+        for router in self.routers:
+            await router.set_workers(list(self.addresses.values()))
+            alive = router.gateway.alive_links
+            await until(lambda alive=alive: len(alive()) == len(self.addresses), 20, "workers to be reached")
 
     async def lose_worker(self, worker_id: str) -> None:
         """Stop a worker under its streams, as its death would look from the router."""
@@ -57,14 +74,15 @@ class Harness:
 
     async def assert_no_leak(self) -> None:
         """Every live worker's audit is clean, and nothing runs."""
-        await until(lambda: not self.router.gateway.live_turns(), 10, "turns to end")
+        for router in self.routers:
+            await until(lambda r=router: not r.gateway.live_turns(), 10, "turns to end")
         for server in self.workers.values():
             await until(lambda s=server: not s._leader.scheduler.turns, 10, "the engine to be idle")
             report = await asyncio.wait_for(asyncio.wrap_future(server._leader.audit()), 10)
             assert report.ok and all(rank.num_running == 0 for rank in report.ranks), report
 
-    def channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.grpc_target)
+    def channel(self, router: int = 0) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.grpc_targets[router])
 
 
 async def start_group(
@@ -89,7 +107,13 @@ async def stop_group(leader: WorkerServer, followers: list[RankServer]) -> None:
 
 @asynccontextmanager
 async def running(
-    tmp_path: Path, *, num_workers: int = 2, tp: int = 1, engine: EngineConfig = ENGINE, **router_settings: object
+    tmp_path: Path,
+    *,
+    num_workers: int = 2,
+    num_routers: int = 1,
+    tp: int = 1,
+    engine: EngineConfig = ENGINE,
+    **router_settings: object,
 ) -> AsyncIterator[Harness]:
     config = RouterConfig(
         model=engine.model,
@@ -99,15 +123,16 @@ async def running(
         grpc_port=0,
         journal_path=tmp_path / "journal.db",
     )
-    router = RouterServer(replace(config, **router_settings))  # type: ignore[arg-type]
-    port, grpc_port = await router.start()
-    harness = Harness(router, {}, {}, {}, f"http://{HOST}:{port}", f"{HOST}:{grpc_port}")
+    harness = Harness([], {}, {}, {}, [], [])
     try:
+        for _ in range(num_routers):
+            await harness.start_router(replace(config, **router_settings))  # type: ignore[arg-type]
         for i in range(num_workers):
             await harness.start_worker(f"w{i}", 1, engine, tp)
         yield harness
     finally:
-        await router.stop()
+        for router in harness.routers:
+            await router.stop()
         for worker_id, server in harness.workers.items():
             await stop_group(server, harness.followers[worker_id])
 

@@ -1,0 +1,373 @@
+"""The journal in one SQLite file in WAL mode: for routers of one machine.
+
+Writes are group-committed: what arrives while one transaction is being committed goes into the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+import time
+import uuid
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.errors import (
+    ConfigError,
+    HoldfastError,
+    InvalidRequest,
+    JournalUnavailable,
+    SessionBusy,
+    SessionExists,
+    SessionNotFound,
+    SessionReleased,
+    StaleEpoch,
+)
+from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord
+
+T = TypeVar("T")
+MAX_GROUP = 512
+"""Writes in one transaction: bounds how long the first of them waits for the last."""
+LOCK_TIMEOUT_S = 5.0
+"""How long a write waits for other routers' transactions, each of some milliseconds."""
+SCHEMA_VERSION = 2
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    session_id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    worker TEXT NOT NULL DEFAULT '',
+    epoch INTEGER NOT NULL DEFAULT 0,
+    num_turns INTEGER NOT NULL DEFAULT 0,
+    released INTEGER NOT NULL DEFAULT 0,
+    turn_id TEXT NOT NULL DEFAULT '',
+    turn_keep_len INTEGER NOT NULL DEFAULT 0,
+    router TEXT NOT NULL DEFAULT ''
+) WITHOUT ROWID;
+-- Leases, in seconds of this machine's clock.
+CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
+-- The session as of its last good turn, and what its running turn adds after turn_keep_len. They
+-- become one when the turn completes; an aborted turn is simply forgotten.
+CREATE TABLE IF NOT EXISTS tokens (
+    session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
+    PRIMARY KEY (session_id, start)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turn_tokens (
+    session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
+    PRIMARY KEY (session_id, start)
+) WITHOUT ROWID;
+"""
+
+
+class SqliteJournal:
+    """See ``Journal``. One thread owns the database. ``process``: survives kill -9; ``power``: fsync first."""
+
+    def __init__(self, path: Path, durability: str, lease_s: float = ROUTER_LEASE_S) -> None:
+        if durability not in ("process", "power"):
+            raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._sync = {"process": "NORMAL", "power": "FULL"}[durability]
+        self._path = path
+        self.router = uuid.uuid4().hex
+        self._lease_s = lease_s
+        self._beats: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self.num_commits = 0
+        self.num_writes = 0
+        self._db = self._connect()
+        self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=LOCK_TIMEOUT_S)
+            db.execute("PRAGMA journal_mode=WAL")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version != SCHEMA_VERSION and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise ConfigError(f"journal_path: {self._path} is of another version of Holdfast; name a new file")
+            db.execute(f"PRAGMA synchronous={self._sync}")
+            db.executescript(SCHEMA)
+            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        except sqlite3.Error as error:
+            raise JournalUnavailable(f"journal {self._path}: {error}") from error
+        return db
+
+    async def start(self) -> None:
+        await self._call(self._beat)
+        self._beats = asyncio.create_task(self._keep_lease())
+
+    async def close(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
+            await asyncio.gather(self._call(self._leave), return_exceptions=True)
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._db.close()
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            await asyncio.gather(self._call(self._beat), return_exceptions=True)  # the turns say what is wrong
+
+    # ---- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            first = self._queue.get()
+            group = [first]
+            while len(group) < MAX_GROUP and not self._queue.empty():
+                group.append(self._queue.get())
+            calls = [item for item in group if item is not None]
+            if calls:
+                self._commit(calls)
+            if None in group:
+                return
+
+    def _commit(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]]]) -> None:
+        answers: list[tuple[asyncio.Future[Any], Any]] = []
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for function, args, future in calls:
+                # Each checks before it writes, so that a refused one leaves nothing behind.
+                try:
+                    answers.append((future, function(*args)))
+                except HoldfastError as error:
+                    answers.append((future, error))
+            self._db.execute("COMMIT")
+            self.num_commits += 1
+            self.num_writes += len(calls)
+        except Exception as error:  # whatever it is: a thread that ended would leave every turn waiting
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if len(calls) > 1:
+                # One bad write must not fail those that only came at the same time.
+                for call in calls:
+                    self._commit([call])
+                return
+            failure = JournalUnavailable(f"the journal cannot be written: {error}")
+            answers = [(future, failure) for _, _, future in calls]
+        self._loop.call_soon_threadsafe(_answer, answers)
+
+    def _call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put((function, args, future))
+        return future
+
+    # ---- the interface ----------------------------------------------------------------------------
+
+    async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
+        return await self._call(self._take, session_id, tenant, create)
+
+    async def load(self, session_id: str, tenant: str) -> SessionRecord:
+        return await self._call(self._load, session_id, tenant)
+
+    async def pin(self, session_id: str, epoch: int, worker: str) -> int:
+        return await self._call(self._pin, session_id, epoch, worker)
+
+    async def begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
+        await self._call(self._begin_turn, session_id, epoch, turn_id, keep_len, ids)
+
+    async def append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
+        await self._call(self._append, session_id, epoch, turn_id, start, ids)
+
+    async def complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
+        await self._call(self._complete_turn, session_id, epoch, turn_id)
+
+    async def abort_turn(self, session_id: str, turn_id: str) -> None:
+        await self._call(self._abort_turn, session_id, turn_id)
+
+    async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
+        await self._call(self._cut, session_id, epoch, keep_len)
+
+    async def fork(self, parent_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
+        return await self._call(self._fork, parent_id, tenant, child_id, at_len)
+
+    async def release(self, session_id: str, tenant: str) -> SessionRecord:
+        return await self._call(self._release, session_id, tenant)
+
+    async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
+        return await self._call(self._list_sessions, tenant)
+
+    # ---- in the thread ----------------------------------------------------------------------------
+
+    def _row(self, session_id: str) -> tuple[Any, ...]:
+        row = self._db.execute(
+            "SELECT tenant, worker, epoch, num_turns, released, turn_id, turn_keep_len "
+            "FROM sessions WHERE session_id = ?",
+            (session_id,),
+        ).fetchone()
+        if row is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        return tuple(row)
+
+    def _fenced(self, session_id: str, epoch: int) -> tuple[Any, ...]:
+        row = self._row(session_id)
+        if row[4]:
+            raise SessionReleased(f"session {session_id} was released")
+        if row[2] != epoch:
+            raise StaleEpoch(f"session {session_id} is at epoch {row[2]}, epoch {epoch} has passed")
+        return row
+
+    def _beat(self) -> None:
+        expires = time.time() + self._lease_s
+        self._db.execute("INSERT OR REPLACE INTO routers VALUES (?, ?)", (self.router, expires))
+
+    def _leave(self) -> None:
+        self._db.execute("DELETE FROM routers WHERE router = ? OR expires < ?", (self.router, time.time()))
+
+    def _take(self, session_id: str, tenant: str, create: bool) -> SessionRecord:
+        if create:
+            self._db.execute(
+                "INSERT OR IGNORE INTO sessions (session_id, tenant, router) VALUES (?, ?, ?)",
+                (session_id, tenant, self.router),
+            )
+        record = self._load(session_id, tenant)
+        router, turn_id = self._db.execute(
+            "SELECT router, turn_id FROM sessions WHERE session_id = ?", (session_id,)
+        ).fetchone()
+        if router == self.router:
+            return record
+        if turn_id and self._lives(router):
+            raise SessionBusy(f"session {session_id} already has an active request, on another router")
+        if turn_id:
+            self._forget_turn(session_id)
+        record.epoch += 1
+        self._db.execute(
+            "UPDATE sessions SET router = ?, epoch = ? WHERE session_id = ?", (self.router, record.epoch, session_id)
+        )
+        return record
+
+    def _lives(self, router: str) -> bool:
+        row = self._db.execute("SELECT expires FROM routers WHERE router = ?", (router,)).fetchone()
+        return row is not None and row[0] >= time.time()
+
+    def _load(self, session_id: str, tenant: str) -> SessionRecord:
+        owner, worker, epoch, num_turns, released, _, _ = self._row(session_id)
+        if owner != tenant:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        if released:
+            raise SessionReleased(f"session {session_id} was released")
+        record = SessionRecord(session_id, tenant, worker, epoch, num_turns)
+        for (ids,) in self._db.execute("SELECT ids FROM tokens WHERE session_id = ? ORDER BY start", (session_id,)):
+            record.tokens.frombytes(ids)
+        return record
+
+    def _pin(self, session_id: str, epoch: int, worker: str) -> int:
+        self._fenced(session_id, epoch)
+        self._db.execute(
+            "UPDATE sessions SET worker = ?, epoch = ? WHERE session_id = ?", (worker, epoch + 1, session_id)
+        )
+        return epoch + 1
+
+    def _begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
+        row = self._fenced(session_id, epoch)
+        if row[5]:
+            raise SessionBusy(f"session {session_id} already has an active request")
+        self._db.execute(
+            "UPDATE sessions SET turn_id = ?, turn_keep_len = ? WHERE session_id = ?", (turn_id, keep_len, session_id)
+        )
+        if ids:
+            self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, keep_len, ids.tobytes()))
+
+    def _of_turn(self, session_id: str, epoch: int, turn_id: str) -> tuple[Any, ...]:
+        row = self._fenced(session_id, epoch)
+        if row[5] != turn_id:
+            raise StaleEpoch(f"turn {turn_id} is not the running turn of session {session_id}")
+        return row
+
+    def _append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
+        self._of_turn(session_id, epoch, turn_id)
+        new = array("i", ids).tobytes()
+        known = self._db.execute(
+            "SELECT ids FROM turn_tokens WHERE session_id = ? AND start = ?", (session_id, start)
+        ).fetchone()
+        if known is None:
+            self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, start, new))
+        elif known[0] != new:
+            raise StaleEpoch(f"position {start} of session {session_id} has other tokens")
+
+    def _complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
+        keep_len = self._of_turn(session_id, epoch, turn_id)[6]
+        self._cut_tokens(session_id, keep_len)
+        rows = self._db.execute("SELECT ids FROM turn_tokens WHERE session_id = ? ORDER BY start", (session_id,))
+        ids = b"".join(row[0] for row in rows)
+        if ids:
+            self._db.execute("INSERT INTO tokens VALUES (?, ?, ?)", (session_id, keep_len, ids))
+        self._db.execute("UPDATE sessions SET num_turns = num_turns + 1 WHERE session_id = ?", (session_id,))
+        self._forget_turn(session_id)
+
+    def _abort_turn(self, session_id: str, turn_id: str) -> None:
+        row = self._row(session_id)
+        if row[5] == turn_id:
+            self._forget_turn(session_id)
+
+    def _forget_turn(self, session_id: str) -> None:
+        self._db.execute("DELETE FROM turn_tokens WHERE session_id = ?", (session_id,))
+        self._db.execute("UPDATE sessions SET turn_id = '' WHERE session_id = ?", (session_id,))
+
+    def _cut(self, session_id: str, epoch: int, keep_len: int) -> None:
+        row = self._fenced(session_id, epoch)
+        if row[5]:
+            raise SessionBusy(f"session {session_id} already has an active request")
+        self._cut_tokens(session_id, keep_len)
+
+    def _cut_tokens(self, session_id: str, keep_len: int) -> None:
+        self._db.execute("DELETE FROM tokens WHERE session_id = ? AND start >= ?", (session_id, keep_len))
+        self._db.execute(
+            "UPDATE tokens SET ids = substr(ids, 1, 4 * (? - start)) "
+            "WHERE session_id = ? AND start + length(ids) / 4 > ?",
+            (keep_len, session_id, keep_len),
+        )
+
+    def _fork(self, parent_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
+        known = self._load(parent_id, tenant)
+        at_len = len(known.tokens) if at_len is None else at_len
+        if not 0 <= at_len <= len(known.tokens):
+            raise InvalidRequest(f"session {parent_id} has {len(known.tokens)} tokens, cannot fork it at {at_len}")
+        if self._db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (child_id,)).fetchone():
+            raise SessionExists(f"session {child_id} is there already")
+        child = SessionRecord(child_id, known.tenant, known.worker, 1, 0, known.tokens[:at_len])
+        self._db.execute(
+            "INSERT INTO sessions (session_id, tenant, worker, epoch, router) VALUES (?, ?, ?, 1, ?)",
+            (child_id, known.tenant, known.worker, self.router),
+        )
+        if at_len:
+            self._db.execute("INSERT INTO tokens VALUES (?, 0, ?)", (child_id, child.tokens.tobytes()))
+        return child
+
+    def _release(self, session_id: str, tenant: str) -> SessionRecord:
+        owner, worker, epoch, num_turns, released, _, _ = self._row(session_id)
+        if owner != tenant:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        if not released:
+            epoch += 1
+            self._db.execute("UPDATE sessions SET released = 1, epoch = ? WHERE session_id = ?", (epoch, session_id))
+            self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
+            self._forget_turn(session_id)
+        return SessionRecord(session_id, owner, worker, epoch, num_turns)
+
+    def _list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
+        rows = self._db.execute(
+            "SELECT s.session_id, s.tenant, s.worker, s.epoch, s.num_turns, s.turn_id != '', "
+            "(SELECT coalesce(sum(length(ids)) / 4, 0) FROM tokens t WHERE t.session_id = s.session_id) "
+            "FROM sessions s WHERE NOT released AND tenant = ? ORDER BY s.session_id",
+            (tenant,),
+        )
+        return [(SessionRecord(*row[:5]), row[6], bool(row[5])) for row in rows]
+
+
+def _answer(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, value in answers:
+        if future.done():
+            continue
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
