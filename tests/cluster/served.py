@@ -45,7 +45,8 @@ class Served:
         while not line.startswith("ready: "):
             line = self.process.stdout.readline()
             assert line or self.process.poll() is None, Path(self.log.name).read_text()
-        self.url = line.split()[1]
+        self.urls = [word for word in line.split() if word.startswith("http://")]
+        self.url = self.urls[0]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def ask(self, *words: str) -> list[dict]:

@@ -1,0 +1,68 @@
+"""Two routers on Ray over one journal: one is killed, the other goes on with its sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+
+import httpx
+import psutil
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from tests.cluster.served import START_DEADLINE_S, Served, serving, stream
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("routers"), "--routers", "2", "--workers", "1") as cluster:
+        yield cluster
+
+
+def router_of(served: Served, url: str) -> psutil.Process:
+    """The process that listens there."""
+    port = int(url.rsplit(":", 1)[1])
+    for process in psutil.Process(served.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
+                return process
+    raise AssertionError(f"nobody listens at {url}")
+
+
+def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+async def test_a_router_dies_and_its_sessions_go_on_at_the_other(served: Served) -> None:
+    first, second = served.urls
+    async with (
+        AsyncOpenAI(base_url=f"{first}/v1", api_key="none", max_retries=0) as one,
+        AsyncOpenAI(base_url=f"{second}/v1", api_key="none", max_retries=0) as two,
+    ):
+        whole = await stream(one, "s", prompt="Return the", num_tokens=12)
+        victim = router_of(served, first)
+        with pytest.raises((APIError, httpx.HTTPError)):
+            kill = partial(os.kill, victim.pid, signal.SIGKILL)
+            await stream(one, "s", 5, kill, prompt="Return the" + whole, num_tokens=250)
+        # Its open turn is rolled back when its lease has lapsed; the session is as after its last good turn.
+        answer = await two.completions.create(
+            model="holdfast-tiny",
+            prompt="Return the" + whole,
+            max_tokens=4,
+            extra_headers={"X-Session-ID": "s"},
+            timeout=30,
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
+        # Another router serves where clients know the dead one, and can have the session back.
+        await until(lambda: healthy(first), START_DEADLINE_S, "the router to come back")
+        assert router_of(served, first).pid != victim.pid
+        assert await stream(one, "other", prompt="Return the", num_tokens=12) == whole
+        assert len(await stream(one, "s", num_tokens=12)) > 0
+    assert all(report["ok"] for report in served.ask("audit"))
