@@ -38,7 +38,7 @@ async def direct_ms(address: str) -> list[float]:
             submit = worker_pb2.Submit(
                 turn_id=f"t{i}",
                 session_id=f"turn-t{i}",
-                tokens=pack_tokens(array("i", prompt(i))),
+                tokens=pack_tokens(array("i", prompt(i)), b""),
                 prompt_len=PROMPT_LEN,
                 sampling=SAMPLING,
                 ephemeral=True,

@@ -23,6 +23,7 @@ from holdfast.errors import (
     NoWorkerAvailable,
     PromptTooLong,
     QueueFull,
+    SessionBusy,
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
@@ -168,10 +169,51 @@ class Gateway:
                 self.sessions.give_slot(session)
             self._num_turns -= 1
             raise
+        async for chunk in self._run_live(turn, self._relay(turn)):
+            yield chunk
+
+    async def resume(self, session_id: str, tenant: str, turn_id: str, start: int) -> AsyncIterator[TurnChunk]:
+        """Go on with a turn that another router began, from output token ``start`` on.
+
+        What the journal has comes first, then what is generated; of a turn that has ended, all that is
+        left of it. Raises TurnNotFound, SessionBusy while a living router runs it, and as ``run``.
+        """
+        if turn_id in self._live or self.sessions.running_turn(session_id):
+            raise SessionBusy(f"session {session_id} already has an active request, here; wait for it or abort it")
+        known = await self.journal.adopt_turn(session_id, tenant, turn_id)
+        tokens = known.session.tokens[: known.keep_len] + known.tokens
+        if not 0 <= start <= len(tokens) - known.prompt_len:
+            raise InvalidRequest(f"turn {turn_id} has {len(tokens) - known.prompt_len} tokens, none at {start}")
+        session = self.sessions.add(known.session)
+        sampling = session_pb2.Sampling.FromString(known.request)
+        request = TurnRequest(tenant, _resumed, sampling, session_id, turn_id=turn_id)
+        turn = _Live(request, session, known.keep_len, tokens, known.prompt_len, epoch=known.session.epoch)
+        if known.finish:
+            yield self._shown_again(turn, start, known.finish)
+            return
+        session.busy, session.running_turn = True, turn_id
+        self._num_turns += 1
+        self.metrics.resumed.inc()
+        async for chunk in self._run_live(turn, self._relay(turn, resumed_at=start)):
+            yield chunk
+
+    def _shown_again(self, turn: _Live, start: int, finish: str) -> TurnChunk:
+        """What a client has not seen of a turn that has ended."""
+        output, stops = self.codec.stream(turn.request.sampling.stop), turn.request.sampling.stop
+        tokens = turn.tokens[turn.prompt_len :]
+        output.push(tokens[:start])
+        text = output.push(tokens[start:])
+        whole = self.codec.decode(tokens)
+        text += output.finish(next((stop for stop in stops if finish == "stop" and stop in whole), None))
+        return TurnChunk(turn.prompt_len, index=start, tokens=list(tokens[start:]), text=text, finish_reason=finish)
+
+    async def _run_live(self, turn: _Live, relay: AsyncIterator[TurnChunk]) -> AsyncIterator[TurnChunk]:
+        """Pass a turn's chunks on, and end it with the last of them, or however it ends."""
+        request = turn.request
         self._live[request.turn_id] = turn
         ended = None
         try:
-            async for chunk in self._relay(turn):
+            async for chunk in relay:
                 if chunk.finish_reason:
                     # Before the client knows: its next turn must find the session free.
                     completed = chunk.finish_reason in ("stop", "length")
@@ -217,11 +259,18 @@ class Gateway:
             request.sampling.seed = random.getrandbits(62)
         return _Live(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)
 
-    async def _relay(self, turn: _Live) -> AsyncIterator[TurnChunk]:
+    async def _relay(self, turn: _Live, *, resumed_at: int | None = None) -> AsyncIterator[TurnChunk]:
         request, started = turn.request, time.monotonic()
         output = self.codec.stream(request.sampling.stop)
-        await self._begin(turn)
-        inbox = self._submit(turn, full=False)
+        if resumed_at is None:
+            await self._begin(turn)
+        else:
+            known = turn.tokens[turn.prompt_len :]
+            output.push(known[:resumed_at])
+            text = output.push(known[resumed_at:])
+            yield TurnChunk(turn.prompt_len, index=resumed_at, tokens=list(known[resumed_at:]), text=text)
+            await self._place(turn)
+        inbox = self._submit(turn, full=resumed_at is not None)
         last_token_at = None
         while True:
             if request.turn_id in self._aborted:
@@ -241,7 +290,7 @@ class Gateway:
             try:
                 chunk = await self._take(turn, update)
                 if chunk.finish_reason in ("stop", "length"):
-                    await self._complete(turn)
+                    await self._complete(turn, chunk.finish_reason)
             except SessionReleased:
                 # The tombstone overtook the turn: it is ended, and says so as any ended turn does.
                 self._aborted.add(request.turn_id)
@@ -286,7 +335,8 @@ class Gateway:
 
     async def _journal_input(self, turn: _Live, session: Session) -> None:
         ids = turn.tokens[turn.keep_len :]
-        await self.journal.begin_turn(session.session_id, turn.epoch, turn.request.turn_id, turn.keep_len, ids)
+        request = turn.request.sampling.SerializeToString()
+        await self.journal.begin_turn(session.session_id, turn.epoch, turn.request.turn_id, turn.keep_len, ids, request)
 
     async def _next_update(self, inbox: TurnInbox) -> worker_pb2.TurnUpdate | None:
         try:
@@ -317,13 +367,13 @@ class Gateway:
             matched=getattr(update, matched) if matched else None,
         )
 
-    async def _complete(self, turn: _Live) -> None:
+    async def _complete(self, turn: _Live, finish: str) -> None:
         assert turn.link is not None
         self._placement.remember(turn.link.name, turn.request.tenant, turn.tokens, turn.request.cache_key)
         session = turn.session
         if session is None:
             return
-        await self.journal.complete_turn(session.session_id, turn.epoch, turn.request.turn_id)
+        await self.journal.complete_turn(session.session_id, turn.epoch, turn.request.turn_id, finish)
         added = turn.tokens[turn.keep_len :]
         session.cut(turn.keep_len)
         session.extend(added, self.codec.decode(added))
@@ -502,3 +552,7 @@ class Gateway:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def _resumed(session: Session | None) -> tuple[int, array[int]]:
+    raise StaleEpoch("another router went on with this turn")

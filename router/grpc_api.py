@@ -10,7 +10,7 @@ import grpc
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import abort_with, answers_errors
-from router.gateway import Gateway, TurnRequest
+from router.gateway import Gateway, TurnChunk, TurnRequest
 from router.http_common import tenant_of
 from router.journal import SessionRecord
 from router.sessions import Session
@@ -44,16 +44,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[session_pb2.GenerateResponse]:
         try:
-            _check(request.sampling)
-            turn = TurnRequest(
-                tenant=self._tenant(context),
-                prepare=lambda session: _prepare(self._gateway, request, session),
-                sampling=request.sampling,
-                session_id=request.session_id,
-            )
-            if request.request_id:
-                turn.turn_id = request.request_id
-            stream = self._gateway.run(turn)
+            stream = self._stream(request, self._tenant(context))
             try:
                 async for chunk in stream:
                     yield session_pb2.GenerateResponse(
@@ -71,6 +62,20 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
                 await stream.aclose()  # type: ignore[attr-defined]
         except HoldfastError as error:
             await abort_with(context, error)
+
+    def _stream(self, request: session_pb2.GenerateRequest, tenant: str) -> AsyncIterator[TurnChunk]:
+        if request.HasField("resume_from"):
+            return self._gateway.resume(request.session_id, tenant, request.request_id, request.resume_from)
+        _check(request.sampling)
+        turn = TurnRequest(
+            tenant=tenant,
+            prepare=lambda session: _prepare(self._gateway, request, session),
+            sampling=request.sampling,
+            session_id=request.session_id,
+        )
+        if request.request_id:
+            turn.turn_id = request.request_id
+        return self._gateway.run(turn)
 
     @answers_errors
     async def Release(

@@ -31,6 +31,21 @@ class SessionRecord:
     tokens: array[int] = field(default_factory=lambda: array("i"))
 
 
+@dataclass(slots=True)
+class TurnRecord:
+    """A turn as the journal has it, and its session as of the last good turn."""
+
+    session: SessionRecord
+    keep_len: int
+    prompt_len: int
+    """Where the output starts, counted from the session's start."""
+    tokens: array[int]
+    """From ``keep_len`` on: the input, then the output so far."""
+    request: bytes
+    finish: str = ""
+    """Why it ended; empty: it has not."""
+
+
 class Journal(Protocol):
     """What a router needs of a journal. All may raise JournalUnavailable."""
 
@@ -54,14 +69,25 @@ class Journal(Protocol):
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         """Give the session to ``worker`` if its epoch is still ``epoch``; returns the next one."""
 
-    async def begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
-        """A turn starts: the session's first ``keep_len`` tokens, then ``ids``. Raises SessionBusy."""
+    async def begin_turn(
+        self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
+    ) -> None:
+        """A turn starts: the session's first ``keep_len`` tokens, then ``ids``. Raises SessionBusy.
+
+        ``request``: whatever another router needs to go on with it.
+        """
+
+    async def adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
+        """The turn, as this router's from now on, with its session: that of a dead router, or of none.
+
+        Also the session's last turn, ended: to be shown again. Raises as ``take``, and TurnNotFound.
+        """
 
     async def append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
         """Tokens of the running turn, from position ``start`` of the session on. The same again is no harm."""
 
-    async def complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
-        """The turn's tokens become the session's."""
+    async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
+        """The turn's tokens become the session's. ``finish``: why it ended."""
 
     async def abort_turn(self, session_id: str, turn_id: str) -> None:
         """Back to the last good turn. Again, or unknown: nothing happens."""

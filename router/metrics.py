@@ -24,6 +24,7 @@ class Metrics:
         self.turns = Counter("holdfast_turns", "Turns ended, by reason", ["reason"], registry=r)
         self.tokens = Counter("holdfast_output_tokens", "Tokens shown to clients", registry=r)
         self.rejected = Counter("holdfast_rejected_turns", "Turns refused with 429", registry=r)
+        self.resumed = Counter("holdfast_resumed_turns", "Turns of lost routers that went on here", registry=r)
         self.failovers = Counter("holdfast_failovers", "Live turns moved off a lost worker", registry=r)
         self.failover = Histogram(
             "holdfast_failover_seconds",

@@ -143,13 +143,19 @@ def openai_routes(gateway: Gateway) -> APIRouter:
             "created": int(time.time()),
             "model": gateway.config.served_model_name,
         }
-        stream = gateway.run(request)
+        turn_id, start = last_event(http)
+        if turn_id:
+            request.turn_id = turn_id
+            head["id"] = f"{kind.prefix}-{turn_id}"
+            stream = gateway.resume(session_id, request.tenant, turn_id, start)
+        else:
+            stream = gateway.run(request)
         if body.stream:
             first = await until_disconnect(http, first_chunk(stream))
             if isinstance(first, Response):
                 return first
             usage = body.stream_options is not None and body.stream_options.include_usage
-            events = _events(gateway, kind, head, first, stream, usage)
+            events = _events(gateway, kind, head, request.turn_id, first, stream, usage)
             return StreamingResponse(events, media_type=SSE, headers={"Cache-Control": "no-cache"})
         result = await until_disconnect(http, collect(stream))
         if isinstance(result, Response):
@@ -180,6 +186,14 @@ def openai_routes(gateway: Gateway) -> APIRouter:
         return await answer(http, body, COMPLETION, prepare, body.sampling(body.logprobs), x_session_id)
 
     return routes
+
+
+def last_event(http: Request) -> tuple[str, int]:
+    """The turn and the output token that a client wants its stream to go on with (``Last-Event-ID``)."""
+    turn_id, _, start = http.headers.get("last-event-id", "").rpartition(":")
+    if http.headers.get("last-event-id") and not (turn_id and start.isdecimal()):
+        raise InvalidRequest("Last-Event-ID: must be the id of an event of this stream")
+    return turn_id, int(start or 0)
 
 
 # ---- input ---------------------------------------------------------------------------------------
@@ -293,6 +307,7 @@ async def _events(
     gateway: Gateway,
     kind: _Kind,
     head: dict[str, Any],
+    turn_id: str,
     first: TurnChunk,
     stream: AsyncIterator[TurnChunk],
     include_usage: bool,
@@ -301,9 +316,10 @@ async def _events(
     num_tokens, chunk = 0, first
     try:
         while True:
-            num_tokens += len(chunk.tokens)
+            num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
             body = head | {"choices": [kind.delta(gateway, chunk, first=chunk is first)]}
-            yield _event(body | ({"usage": None} if include_usage else {}))
+            event = _event(body | ({"usage": None} if include_usage else {}))
+            yield f"id: {turn_id}:{num_tokens}\n".encode() + event
             if chunk.finish_reason:
                 break
             chunk = await anext(stream)

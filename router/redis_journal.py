@@ -22,11 +22,12 @@ from redis.retry import Retry
 from holdfast.errors import ConfigError, JournalUnavailable
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.wire import error_from_code
-from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord
+from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord, TurnRecord
 
 TIMEOUT_S = 5.0
 """For a connection and for an answer: a Redis that does not answer is one that went away."""
 PREFIX = "holdfast:"
+LEASE = f"{PREFIX}router:"
 
 # KEYS: the session's hash, its tokens, its turn's tokens, the tenant's set of sessions.
 # What a script returns first is 0, or an error's code.
@@ -74,10 +75,17 @@ local function cut(keep)
 end
 local function make(tenant, worker, epoch, router)
   redis.call('HSET', hash, 'tenant', tenant, 'worker', worker, 'epoch', epoch, 'turns', 0, 'released', 0,
-             'turn', '', 'keep', 0, 'router', router)
+             'turn', '', 'keep', 0, 'router', router, 'last', '')
   redis.call('SADD', all, id)
 end
 local function record(r) return {0, r.worker, r.epoch, r.turns, redis.call('GET', tokens) or ''} end
+-- The session becomes this router's; a turn that the one before left open is still there.
+local function own(r, router, lease)
+  if r.router == router then return nil end
+  if r.turn ~= '' and redis.call('EXISTS', lease .. r.router) == 1 then return busy() end
+  r.epoch = r.epoch + 1
+  redis.call('HSET', hash, 'router', router, 'epoch', r.epoch)
+end
 """
 
 SCRIPTS = {
@@ -86,12 +94,31 @@ local tenant, router, lease, create = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 if create == '1' and redis.call('EXISTS', hash) == 0 then make(tenant, '', 0, router) end
 local r, err = of_tenant(tenant)
 if not r then return err end
-if r.router == router then return record(r) end
-if r.turn ~= '' and redis.call('EXISTS', lease .. r.router) == 1 then return busy() end
-if r.turn ~= '' then forget_turn() end
-r.epoch = r.epoch + 1
-redis.call('HSET', hash, 'router', router, 'epoch', r.epoch)
+local kept = r.router == router
+err = own(r, router, lease)
+if err then return err end
+if r.turn ~= '' and not kept then forget_turn() end
 return record(r)
+""",
+    "adopt": """
+local tenant, router, lease, turn = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local r, err = of_tenant(tenant)
+if not r then return err end
+local t = redis.call('HMGET', hash, 'prompt', 'request', 'last', 'last_prompt', 'last_finish')
+if turn == '' or (turn ~= r.turn and turn ~= t[3]) then
+  return {'turn_not_found', 'turn ' .. turn .. ' neither runs on session ' .. id .. ' nor is its last'}
+end
+err = own(r, router, lease)
+if err then return err end
+local answer = record(r)
+if turn == t[3] then
+  for _, value in ipairs({t[4], t[4], '', r.turn == '' and t[2] or '', t[5]}) do table.insert(answer, value) end
+else
+  for _, value in ipairs({r.keep, t[1], redis.call('GET', turn_tokens) or '', t[2], ''}) do
+    table.insert(answer, value)
+  end
+end
+return answer
 """,
     "load": """
 local r, err = of_tenant(ARGV[2])
@@ -108,7 +135,8 @@ return {0, r.epoch + 1}
 local r, err = fenced(ARGV[2])
 if not r then return err end
 if r.turn ~= '' then return busy() end
-redis.call('HSET', hash, 'turn', ARGV[3], 'keep', ARGV[4])
+redis.call('HSET', hash, 'turn', ARGV[3], 'keep', ARGV[4], 'prompt', tonumber(ARGV[4]) + #ARGV[5] / 4,
+           'request', ARGV[6])
 redis.call('SET', turn_tokens, ARGV[5])
 return {0}
 """,
@@ -131,6 +159,7 @@ cut(r.keep)
 local added = redis.call('GET', turn_tokens)
 if added and #added > 0 then redis.call('APPEND', tokens, added) end
 redis.call('HINCRBY', hash, 'turns', 1)
+redis.call('HSET', hash, 'last', r.turn, 'last_prompt', redis.call('HGET', hash, 'prompt'), 'last_finish', ARGV[4])
 forget_turn()
 return {0}
 """,
@@ -145,6 +174,7 @@ local r, err = fenced(ARGV[2])
 if not r then return err end
 if r.turn ~= '' then return busy() end
 cut(tonumber(ARGV[3]))
+redis.call('HSET', hash, 'last', '')
 return {0}
 """,
     # Of the child; KEYS[5] and KEYS[6] are the parent's hash and tokens.
@@ -227,9 +257,15 @@ class RedisJournal:
     # ---- the interface ----------------------------------------------------------------------------
 
     async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
-        lease = f"{PREFIX}router:"
-        answer = await self._run("take", session_id, tenant, tenant, self.router, lease, int(create))
+        answer = await self._run("take", session_id, tenant, tenant, self.router, LEASE, int(create))
         return _record(session_id, tenant, answer)
+
+    async def adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
+        answer = await self._run("adopt", session_id, tenant, tenant, self.router, LEASE, turn_id)
+        keep_len, prompt_len, tokens, request, finish = answer[5:]
+        record = _record(session_id, tenant, answer[:5])
+        ids = unpack_tokens(tokens) if not finish else record.tokens[int(keep_len) :]
+        return TurnRecord(record, int(keep_len), int(prompt_len), ids, request, finish.decode())
 
     async def load(self, session_id: str, tenant: str) -> SessionRecord:
         return _record(session_id, tenant, await self._run("load", session_id, tenant, tenant))
@@ -237,14 +273,16 @@ class RedisJournal:
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         return int((await self._run("pin", session_id, "", epoch, worker))[1])
 
-    async def begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
-        await self._run("begin", session_id, "", epoch, turn_id, keep_len, pack_tokens(ids))
+    async def begin_turn(
+        self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
+    ) -> None:
+        await self._run("begin", session_id, "", epoch, turn_id, keep_len, pack_tokens(ids), request)
 
     async def append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
         await self._run("append", session_id, "", epoch, turn_id, start, pack_tokens(array("i", ids)))
 
-    async def complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
-        await self._run("complete", session_id, "", epoch, turn_id)
+    async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
+        await self._run("complete", session_id, "", epoch, turn_id, finish)
 
     async def abort_turn(self, session_id: str, turn_id: str) -> None:
         await self._run("abort", session_id, "", turn_id)
@@ -292,7 +330,7 @@ class RedisJournal:
         return answer
 
     def _lease_key(self) -> str:
-        return f"{PREFIX}router:{self.router}"
+        return LEASE + self.router
 
     async def _beat(self) -> None:
         await self._redis.set(self._lease_key(), 1, px=int(1000 * self._lease_s))

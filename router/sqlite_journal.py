@@ -26,8 +26,9 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
+    TurnNotFound,
 )
-from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord
+from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord, TurnRecord
 
 T = TypeVar("T")
 MAX_GROUP = 512
@@ -46,6 +47,11 @@ CREATE TABLE IF NOT EXISTS sessions (
     released INTEGER NOT NULL DEFAULT 0,
     turn_id TEXT NOT NULL DEFAULT '',
     turn_keep_len INTEGER NOT NULL DEFAULT 0,
+    turn_prompt_len INTEGER NOT NULL DEFAULT 0,
+    turn_request BLOB NOT NULL DEFAULT x'',
+    last_turn_id TEXT NOT NULL DEFAULT '',
+    last_prompt_len INTEGER NOT NULL DEFAULT 0,
+    last_finish TEXT NOT NULL DEFAULT '',
     router TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 -- Leases, in seconds of this machine's clock.
@@ -171,14 +177,19 @@ class SqliteJournal:
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         return await self._call(self._pin, session_id, epoch, worker)
 
-    async def begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
-        await self._call(self._begin_turn, session_id, epoch, turn_id, keep_len, ids)
+    async def begin_turn(
+        self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
+    ) -> None:
+        await self._call(self._begin_turn, session_id, epoch, turn_id, keep_len, ids, request)
+
+    async def adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
+        return await self._call(self._adopt_turn, session_id, tenant, turn_id)
 
     async def append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
         await self._call(self._append, session_id, epoch, turn_id, start, ids)
 
-    async def complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
-        await self._call(self._complete_turn, session_id, epoch, turn_id)
+    async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
+        await self._call(self._complete_turn, session_id, epoch, turn_id, finish)
 
     async def abort_turn(self, session_id: str, turn_id: str) -> None:
         await self._call(self._abort_turn, session_id, turn_id)
@@ -228,21 +239,43 @@ class SqliteJournal:
                 "INSERT OR IGNORE INTO sessions (session_id, tenant, router) VALUES (?, ?, ?)",
                 (session_id, tenant, self.router),
             )
+        record, turn_id = self._own(session_id, tenant)
+        if turn_id:
+            self._forget_turn(session_id)
+        return record
+
+    def _own(self, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
+        """The session, this router's from now on; and the turn that was left open by the one before."""
         record = self._load(session_id, tenant)
         router, turn_id = self._db.execute(
             "SELECT router, turn_id FROM sessions WHERE session_id = ?", (session_id,)
         ).fetchone()
         if router == self.router:
-            return record
+            return record, ""
         if turn_id and self._lives(router):
             raise SessionBusy(f"session {session_id} already has an active request, on another router")
-        if turn_id:
-            self._forget_turn(session_id)
         record.epoch += 1
         self._db.execute(
             "UPDATE sessions SET router = ?, epoch = ? WHERE session_id = ?", (self.router, record.epoch, session_id)
         )
-        return record
+        return record, turn_id
+
+    def _adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
+        self._load(session_id, tenant)
+        row = self._db.execute(
+            "SELECT turn_id, turn_keep_len, turn_prompt_len, turn_request, last_turn_id, last_prompt_len, last_finish "
+            "FROM sessions WHERE session_id = ?",
+            (session_id,),
+        ).fetchone()
+        if turn_id not in (row[0], row[4]) or not turn_id:
+            raise TurnNotFound(f"turn {turn_id} neither runs on session {session_id} nor is its last")
+        record, _ = self._own(session_id, tenant)
+        if turn_id == row[4]:
+            # What the turn before asked for is there until another begins.
+            return TurnRecord(record, row[5], row[5], record.tokens[row[5] :], b"" if row[0] else row[3], row[6])
+        rows = self._db.execute("SELECT ids FROM turn_tokens WHERE session_id = ? ORDER BY start", (session_id,))
+        tokens = array("i", b"".join(ids for (ids,) in rows))
+        return TurnRecord(record, row[1], row[2], tokens, row[3])
 
     def _lives(self, router: str) -> bool:
         row = self._db.execute("SELECT expires FROM routers WHERE router = ?", (router,)).fetchone()
@@ -266,12 +299,16 @@ class SqliteJournal:
         )
         return epoch + 1
 
-    def _begin_turn(self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int]) -> None:
+    def _begin_turn(
+        self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
+    ) -> None:
         row = self._fenced(session_id, epoch)
         if row[5]:
             raise SessionBusy(f"session {session_id} already has an active request")
         self._db.execute(
-            "UPDATE sessions SET turn_id = ?, turn_keep_len = ? WHERE session_id = ?", (turn_id, keep_len, session_id)
+            "UPDATE sessions SET turn_id = ?, turn_keep_len = ?, turn_prompt_len = ?, turn_request = ? "
+            "WHERE session_id = ?",
+            (turn_id, keep_len, keep_len + len(ids), request, session_id),
         )
         if ids:
             self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, keep_len, ids.tobytes()))
@@ -293,14 +330,18 @@ class SqliteJournal:
         elif known[0] != new:
             raise StaleEpoch(f"position {start} of session {session_id} has other tokens")
 
-    def _complete_turn(self, session_id: str, epoch: int, turn_id: str) -> None:
+    def _complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
         keep_len = self._of_turn(session_id, epoch, turn_id)[6]
         self._cut_tokens(session_id, keep_len)
         rows = self._db.execute("SELECT ids FROM turn_tokens WHERE session_id = ? ORDER BY start", (session_id,))
         ids = b"".join(row[0] for row in rows)
         if ids:
             self._db.execute("INSERT INTO tokens VALUES (?, ?, ?)", (session_id, keep_len, ids))
-        self._db.execute("UPDATE sessions SET num_turns = num_turns + 1 WHERE session_id = ?", (session_id,))
+        self._db.execute(
+            "UPDATE sessions SET num_turns = num_turns + 1, last_turn_id = ?, last_prompt_len = turn_prompt_len, "
+            "last_finish = ? WHERE session_id = ?",
+            (turn_id, finish, session_id),
+        )
         self._forget_turn(session_id)
 
     def _abort_turn(self, session_id: str, turn_id: str) -> None:
@@ -317,6 +358,7 @@ class SqliteJournal:
         if row[5]:
             raise SessionBusy(f"session {session_id} already has an active request")
         self._cut_tokens(session_id, keep_len)
+        self._db.execute("UPDATE sessions SET last_turn_id = '' WHERE session_id = ?", (session_id,))
 
     def _cut_tokens(self, session_id: str, keep_len: int) -> None:
         self._db.execute("DELETE FROM tokens WHERE session_id = ? AND start >= ?", (session_id, keep_len))

@@ -345,9 +345,13 @@ class Leader:
         update.tokens.append(token)
         if turn.turn_id in result.logprobs:
             update.logprobs.append(result.logprobs[turn.turn_id])
-        finish = turn.finish_by_token(token, self._eos, self.scheduler.max_len) or self._stop_string(turn)
+        finish = self._over(turn)
         if finish is not None:
             self._finish(turn, Outcome.COMPLETED, finish)
+
+    def _over(self, turn: Turn) -> Finish | None:
+        """Whether the turn's last token ends it."""
+        return turn.finish_by_token(turn.tokens[-1], self._eos, self.scheduler.max_len) or self._stop_string(turn)
 
     def _stop_string(self, turn: Turn) -> Finish | None:
         stops = turn.params.stop
@@ -413,6 +417,10 @@ class Leader:
             params=submission.params,
             ephemeral=submission.ephemeral,
         )
+        if turn.num_output and (over := self._over(turn)) is not None:
+            # Sent again when only its end was not told: there is nothing to compute.
+            self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, finish=over)
+            return turn
         self.scheduler.submit(turn)
         if not submission.ephemeral:
             self._epochs[submission.session_id] = submission.epoch

@@ -59,6 +59,14 @@ class SessionReleased(SessionNotFound):
     code = "session_released"
 
 
+class TurnNotFound(HoldfastError):
+    """The turn neither runs nor is its session's last: there is nothing to resume; send it again."""
+
+    code = "turn_not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
 class ModelNotFound(HoldfastError):
     """The request names a model that is not served here."""
 

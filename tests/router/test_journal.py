@@ -83,10 +83,10 @@ def ids(*values: int) -> array:
 
 
 async def turn(journal: Journal, keep: int, given: array, output: list[int], epoch: int = 0) -> None:
-    await journal.begin_turn("s", epoch, "t", keep, given)
+    await journal.begin_turn("s", epoch, "t", keep, given, b"")
     for i, token in enumerate(output):
         await journal.append("s", epoch, "t", keep + len(given) + i, [token])
-    await journal.complete_turn("s", epoch, "t")
+    await journal.complete_turn("s", epoch, "t", "stop")
 
 
 async def test_turns_append_and_rewind(journal: Journal) -> None:
@@ -102,7 +102,7 @@ async def test_turns_append_and_rewind(journal: Journal) -> None:
 async def test_aborted_rewind_brings_back_what_it_cut(journal: Journal) -> None:
     await take(journal, "s", "me")
     await turn(journal, 0, ids(1, 2), [3, 4])
-    await journal.begin_turn("s", 0, "t2", 1, ids(9))
+    await journal.begin_turn("s", 0, "t2", 1, ids(9), b"")
     await journal.append("s", 0, "t2", 2, [10])
     await journal.abort_turn("s", "t2")
     await journal.abort_turn("s", "t2")
@@ -112,34 +112,34 @@ async def test_aborted_rewind_brings_back_what_it_cut(journal: Journal) -> None:
 async def test_stale_epoch_is_refused_everywhere(journal: Journal) -> None:
     await take(journal, "s", "me")
     assert await journal.pin("s", 0, "w@1") == 1
-    await journal.begin_turn("s", 1, "t", 0, ids(1))
+    await journal.begin_turn("s", 1, "t", 0, ids(1), b"")
     assert await journal.pin("s", 1, "w@2") == 2
     for stale in (
         journal.append("s", 1, "t", 1, [2]),
-        journal.complete_turn("s", 1, "t"),
-        journal.begin_turn("s", 1, "t2", 0, ids(1)),
+        journal.complete_turn("s", 1, "t", "stop"),
+        journal.begin_turn("s", 1, "t2", 0, ids(1), b""),
         journal.cut("s", 1, 0),
         journal.pin("s", 1, "w@3"),
     ):
         with pytest.raises(StaleEpoch):
             await stale
     await journal.append("s", 2, "t", 1, [2])
-    await journal.complete_turn("s", 2, "t")
+    await journal.complete_turn("s", 2, "t", "stop")
     assert (await journal.load("s", "me")).tokens == ids(1, 2)
 
 
 async def test_one_turn_at_a_time(journal: Journal) -> None:
     await take(journal, "s", "me")
-    await journal.begin_turn("s", 0, "t", 0, ids(1))
+    await journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     with pytest.raises(SessionBusy):
-        await journal.begin_turn("s", 0, "t2", 0, ids(1))
+        await journal.begin_turn("s", 0, "t2", 0, ids(1), b"")
     with pytest.raises(SessionBusy):
         await journal.cut("s", 0, 0)
 
 
 async def test_tombstone_outlives_everything(journal: Journal, connect: Connect) -> None:
     await take(journal, "s", "me")
-    await journal.begin_turn("s", 0, "t", 0, ids(1))
+    await journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     first = await journal.release("s", "me")
     assert (await journal.release("s", "me")).epoch == first.epoch == 1
     for late in (journal.append("s", 0, "t", 1, [2]), take(journal, "s", "me"), journal.pin("s", 1, "w")):
@@ -176,7 +176,7 @@ async def test_refused_write_leaves_its_group_alone(journal: Journal) -> None:
 
 async def test_bad_write_fails_alone(sqlite_journal: SqliteJournal) -> None:
     await take(sqlite_journal, "s", "me")
-    await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1))
+    await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     results = await asyncio.gather(
         sqlite_journal.append("s", 0, "t", 1, [2**40]),  # no token id: it cannot be written
         sqlite_journal.append("s", 0, "t", 1, [2]),
@@ -184,7 +184,7 @@ async def test_bad_write_fails_alone(sqlite_journal: SqliteJournal) -> None:
         return_exceptions=True,
     )
     assert isinstance(results[0], JournalUnavailable) and results[1] is None and results[2].session_id == "other"
-    await sqlite_journal.complete_turn("s", 0, "t")
+    await sqlite_journal.complete_turn("s", 0, "t", "stop")
     assert (await sqlite_journal.load("s", "me")).tokens == ids(1, 2)
 
 
@@ -200,7 +200,7 @@ async def test_failing_disk_is_a_clear_error_and_service_returns(sqlite_journal:
 
     sqlite_journal._db = Broken()  # type: ignore[assignment]
     with pytest.raises(JournalUnavailable, match="disk I/O error"):
-        await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1))
+        await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     sqlite_journal._db = real
     await turn(sqlite_journal, 0, ids(1), [2])
     assert (await sqlite_journal.load("s", "me")).tokens == ids(1, 2)
@@ -225,11 +225,11 @@ async def test_journal_equals_a_list(journal: Journal, turns: list) -> None:
             del model[keep:]
             continue
         given = [77] if keep % 2 else []  # a turn may only say again what the session has
-        await journal.begin_turn(name, 0, "t", keep, ids(*given))
+        await journal.begin_turn(name, 0, "t", keep, ids(*given), b"")
         for i, token in enumerate(output):
             await journal.append(name, 0, "t", keep + len(given) + i, [token])
         if kind == "ok":
-            await journal.complete_turn(name, 0, "t")
+            await journal.complete_turn(name, 0, "t", "stop")
             model = [*model[:keep], *given, *output]
         else:
             await journal.abort_turn(name, "t")
@@ -249,7 +249,7 @@ async def test_a_session_belongs_to_the_router_that_took_it_last(journal: Journa
     assert (taken.epoch, taken.tokens) == (1, ids(1, 2))
     assert (await take(other)).epoch == 1, "its own: nothing changes"
     with pytest.raises(StaleEpoch):
-        await journal.begin_turn("s", 0, "t2", 2, ids(3))
+        await journal.begin_turn("s", 0, "t2", 2, ids(3), b"")
     await turn(other, 2, ids(3), [4], epoch=1)
     assert (await take(journal)).tokens == ids(1, 2, 3, 4)
 
@@ -257,13 +257,13 @@ async def test_a_session_belongs_to_the_router_that_took_it_last(journal: Journa
 async def test_what_a_living_router_runs_is_busy(journal: Journal, connect: Connect) -> None:
     other = await connect()
     await take(journal)
-    await journal.begin_turn("s", 0, "t", 0, ids(1))
+    await journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     for _ in range(8):  # longer than a lease: it beats
         with pytest.raises(SessionBusy):
             await take(other)
         await asyncio.sleep(LEASE_S / 4)
     await journal.append("s", 0, "t", 1, [2])
-    await journal.complete_turn("s", 0, "t")
+    await journal.complete_turn("s", 0, "t", "stop")
     assert (await take(other)).tokens == ids(1, 2)
 
 
@@ -271,7 +271,7 @@ async def test_what_a_dead_router_ran_is_rolled_back(journal: Journal, connect: 
     other = await connect()
     await take(journal)
     await turn(journal, 0, ids(1), [2])
-    await journal.begin_turn("s", 0, "t", 2, ids(3))
+    await journal.begin_turn("s", 0, "t", 2, ids(3), b"")
     await journal.append("s", 0, "t", 3, [4])
     assert isinstance(journal, SqliteJournal | RedisJournal) and journal._beats is not None
     journal._beats.cancel()  # as if it had been killed, or paused
@@ -282,7 +282,7 @@ async def test_what_a_dead_router_ran_is_rolled_back(journal: Journal, connect: 
         except SessionBusy:
             await asyncio.sleep(LEASE_S / 20)
     assert (taken.tokens, taken.epoch) == (ids(1, 2), 1)
-    for late in (journal.append("s", 0, "t", 4, [5]), journal.complete_turn("s", 0, "t")):
+    for late in (journal.append("s", 0, "t", 4, [5]), journal.complete_turn("s", 0, "t", "stop")):
         with pytest.raises(StaleEpoch):
             await late
 
@@ -293,7 +293,7 @@ async def test_two_routers_race_for_a_session_and_one_turn_runs(connect: Connect
     async def run(journal: Journal, number: int) -> bool:
         try:
             record = await take(journal)
-            await journal.begin_turn("s", record.epoch, f"t{number}", 0, ids(number))
+            await journal.begin_turn("s", record.epoch, f"t{number}", 0, ids(number), b"")
         except (SessionBusy, StaleEpoch):
             return False
         return True
@@ -304,13 +304,13 @@ async def test_two_routers_race_for_a_session_and_one_turn_runs(connect: Connect
 
 async def test_append_said_again_is_no_harm_and_other_tokens_are_refused(journal: Journal) -> None:
     await take(journal)
-    await journal.begin_turn("s", 0, "t", 0, ids(1))
+    await journal.begin_turn("s", 0, "t", 0, ids(1), b"")
     await journal.append("s", 0, "t", 1, [2, 3])
     await journal.append("s", 0, "t", 1, [2, 3])
     with pytest.raises(StaleEpoch, match="position 1 of session s has other tokens"):
         await journal.append("s", 0, "t", 1, [4, 3])
     await journal.append("s", 0, "t", 3, [5])
-    await journal.complete_turn("s", 0, "t")
+    await journal.complete_turn("s", 0, "t", "stop")
     assert (await journal.load("s", "me")).tokens == ids(1, 2, 3, 5)
 
 
@@ -335,13 +335,13 @@ async def test_a_redis_that_goes_away_is_a_clear_error_and_service_returns(tmp_p
         await journal.start()
         await take(journal)
         await turn(journal, 0, ids(1), [2])
-        await journal.begin_turn("s", 0, "t2", 2, ids(3))
+        await journal.begin_turn("s", 0, "t2", 2, ids(3), b"")
         server.kill()
         with pytest.raises(JournalUnavailable):
             await journal.append("s", 0, "t2", 3, [4])
         server.start()
         await journal.append("s", 0, "t2", 3, [4])
-        await journal.complete_turn("s", 0, "t2")
+        await journal.complete_turn("s", 0, "t2", "stop")
         assert (await journal.load("s", "me")).tokens == ids(1, 2, 3, 4), "kill -9 lost nothing that was answered"
         await journal.close()
 

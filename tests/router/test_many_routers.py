@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -105,6 +106,115 @@ async def test_release_and_cut_and_fork_at_the_other_router(cluster: Harness, st
             await turn(stub, name, "again")
         assert gone.value.code() is grpc.StatusCode.NOT_FOUND
     await cluster.assert_no_leak()
+
+
+async def begin_and_lose(cluster: Harness, stub: Stub, session: str, turn_id: str, sampling: pb.Sampling) -> list[int]:
+    """Begin a turn at the first router, and lose that router in its middle: what the client has seen."""
+    request = pb.GenerateRequest(session_id=session, text=" more", sampling=sampling, request_id=turn_id)
+    stream = stub.Generate(request)
+    messages = aiter(stream)
+    seen: list[int] = []
+    while len(seen) < 10:
+        seen += (await anext(messages)).tokens
+    # As a kill -9 looks to the others: no word any more, and its turns stay open in the journal.
+    dead = cluster.routers.pop(0)
+    dead._journal._beats.cancel()  # type: ignore[attr-defined]
+    dead.gateway._end = lambda turn, completed: asyncio.sleep(0)  # type: ignore[method-assign]
+    for link in dead.gateway._links.values():
+        link._task.cancel()
+    stream.cancel()
+    return seen
+
+
+async def go_on(stub: Stub, session: str, turn_id: str, start: int) -> tuple[list[int], str, pb.GenerateResponse]:
+    """Resume until the dead router's lease has lapsed."""
+    request = pb.GenerateRequest(session_id=session, request_id=turn_id, resume_from=start)
+    for _ in range(400):
+        tokens: list[int] = []
+        text = ""
+        try:
+            async for answer in stub.Generate(request):
+                assert answer.index == start + len(tokens)
+                tokens += answer.tokens
+                text += answer.text
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.ABORTED, error.details()
+            await asyncio.sleep(0.02)
+        else:
+            return tokens, text, answer
+    raise AssertionError("the lease does not lapse")
+
+
+async def test_a_turn_of_a_dead_router_goes_on_at_another(cluster: Harness, stubs: list[Stub]) -> None:
+    name, calm = f"cut-{id(cluster)}", f"calm-{id(cluster)}"
+    sampling = pb.Sampling(max_tokens=80, ignore_eos=True, temperature=0.9, seed=11)
+    for session in (name, calm):
+        await turn(stubs[0], session, "Return the list")
+    request = pb.GenerateRequest(session_id=calm, text=" more", sampling=sampling)
+    expected, text = [], ""
+    async for answer in stubs[0].Generate(request):
+        expected += answer.tokens
+        text += answer.text
+    turn_id = f"turn-{name}"
+    seen = await begin_and_lose(cluster, stubs[0], name, turn_id, sampling)
+    # The client has seen fewer than the journal has: none is lost, none twice.
+    rest, rest_text, last = await go_on(stubs[1], name, turn_id, 7)
+    assert seen[:7] + rest == expected, "the tokens of an undisturbed run"
+    assert text.endswith(rest_text) and last.finish_reason == "length"
+    # Asked again, after it ended: the rest of it once more.
+    again, again_text, last = await go_on(stubs[1], name, turn_id, 70)
+    assert again == expected[70:] and rest_text.endswith(again_text) and last.finish_reason == "length"
+    # The session goes on as if nothing had been.
+    assert (await turn(stubs[1], name, " and"))[0] == (await turn(stubs[1], calm, " and"))[0]
+    with pytest.raises(grpc.aio.AioRpcError) as gone:
+        await stubs[1].Generate(pb.GenerateRequest(session_id=name, request_id=turn_id, resume_from=0)).read()
+    assert gone.value.code() is grpc.StatusCode.NOT_FOUND
+    await cluster.routers[0].gateway.close()
+
+
+async def test_an_sse_stream_goes_on_by_its_last_event_id(cluster: Harness, stubs: list[Stub]) -> None:
+    name = f"sse-{id(cluster)}"
+    body = {"model": "holdfast-tiny", "prompt": "Return", "max_tokens": 60, "stream": True}
+    body |= {"ignore_eos": True, "seed": 5}
+
+    async def read(url: str, headers: dict[str, str], enough: int = 1000) -> tuple[str, str]:
+        last, text = "", ""
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
+        ):
+            if answer.status_code == 409:
+                return "", ""
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    last = line.removeprefix("id: ")
+                elif line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    enough -= 1
+                    if not enough:
+                        break
+        return last, text
+
+    _, expected = await read(cluster.urls[1], {"X-Session-ID": f"{name}-calm"})
+    dead = cluster.routers[0]
+    dead.gateway._end = lambda turn, completed: asyncio.sleep(0)  # type: ignore[method-assign]
+    last, first = await read(cluster.urls[0], {"X-Session-ID": name}, 12)
+    assert last.endswith(":12")
+    cluster.routers.pop(0)._journal._beats.cancel()  # type: ignore[attr-defined]
+    for link in dead.gateway._links.values():
+        link._task.cancel()
+    rest = ""
+    for _ in range(400):
+        _, rest = await read(cluster.urls[1], {"X-Session-ID": name, "Last-Event-ID": last})
+        if rest:
+            break
+        await asyncio.sleep(0.02)
+    assert first + rest == expected
+    async with httpx.AsyncClient(base_url=cluster.urls[1]) as http:
+        headers = {"X-Session-ID": name, "Last-Event-ID": "nonsense"}
+        refused = await http.post("/v1/completions", json=body, headers=headers)
+        assert refused.status_code == 400 and "Last-Event-ID" in refused.text
 
 
 async def test_a_router_that_dies_leaves_its_sessions_to_the_others(cluster: Harness, stubs: list[Stub]) -> None:
