@@ -89,15 +89,19 @@ def _client_options(command: Any) -> Any:
     return click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a router")(command)
 
 
-def _get(url: str, path: str, api_key: str | None) -> list[dict[str, Any]]:
+def _ask(method: str, url: str, path: str, api_key: str | None, timeout_s: float = CLIENT_TIMEOUT_S) -> Any:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(url + path, headers=headers, timeout=CLIENT_TIMEOUT_S)
+        answer = httpx.request(method, url + path, headers=headers, timeout=timeout_s)
     except httpx.HTTPError as error:
         raise HoldfastError(f"no router answers at {url}: {error}") from None
     if answer.is_error:
         raise HoldfastError(f"{url} answered {answer.status_code}: {answer.text}")
-    rows: list[dict[str, Any]] = answer.json()
+    return answer.json()
+
+
+def _get(url: str, path: str, api_key: str | None) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _ask("GET", url, path, api_key)
     return rows
 
 
@@ -155,6 +159,17 @@ def audit(url: str, api_key: str | None, as_json: bool) -> None:
     _print(reports if as_json else _by_rank(reports), columns, as_json)
     if not all(report["ok"] for report in reports):
         sys.exit(1)
+
+
+@cli.command()
+@click.argument("worker")
+@click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, help="seconds turns may go on")
+@_client_options
+def drain(worker: str, timeout_s: float, url: str, api_key: str | None, as_json: bool) -> None:
+    """Have WORKER take no more turns. What runs for longer goes on elsewhere; its sessions move at their next turn."""
+    path = f"/holdfast/workers/{worker}/drain?timeout_s={timeout_s}"
+    answer = _ask("POST", url, path, api_key, timeout_s + CLIENT_TIMEOUT_S)
+    click.echo(json.dumps(answer) if as_json else f"{worker} is drained; {answer['turns_moved']} turns moved")
 
 
 if __name__ == "__main__":

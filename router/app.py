@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -98,6 +98,10 @@ def http_app(gateway: Gateway) -> FastAPI:
     async def release(request: Request, session_id: str) -> dict[str, Any]:
         tenant = tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
         return {"session_id": session_id, "pages_freed": await gateway.release(session_id, tenant)}
+
+    @app.post("/holdfast/workers/{worker_id}/drain")
+    async def drain(worker_id: str, timeout_s: float = Query(30.0, ge=0)) -> dict[str, Any]:
+        return {"worker_id": worker_id, "turns_moved": await gateway.drain(worker_id, timeout_s)}
 
     @app.get("/holdfast/audit")
     async def audit() -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
+    WorkerNotFound,
 )
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
@@ -285,6 +286,9 @@ class Gateway:
             if update.needs_history:
                 inbox = self._submit(turn, full=True)
                 continue
+            if update.error_code == NoWorkerAvailable.code:
+                inbox = await self._fail_over(turn)  # it drains
+                continue
             if update.error_code:
                 raise error_from_code(update.error_code, update.error_message)
             try:
@@ -410,7 +414,7 @@ class Gateway:
         """Find the turn's worker: where its session is pinned, or (``move``: always) a place that is
         journaled under a new epoch."""
         pinned = self._links.get(turn.session.record.worker) if turn.session else None
-        if pinned is not None and pinned.alive and not move:
+        if pinned is not None and pinned.alive and not pinned.stats.draining and not move:
             turn.link = pinned
             return
         turn.link = await self._choose(turn)
@@ -473,6 +477,21 @@ class Gateway:
             ephemeral=session is None,
         )
         return turn.link.submit(submit)
+
+    async def drain(self, worker_id: str, timeout_s: float) -> int:
+        """Have a worker take no more turns; what runs for longer than ``timeout_s`` goes on elsewhere.
+
+        Returns how many turns did. Raises WorkerNotFound.
+        """
+        link = next((link for link in self.alive_links() if link.address.worker_id == worker_id), None)
+        if link is None:
+            raise WorkerNotFound(
+                f"no worker {worker_id} is alive; there are: {', '.join(self._worker_ids()) or 'none'}"
+            )
+        return await link.drain(timeout_s, self.config.control_timeout_s)
+
+    def _worker_ids(self) -> list[str]:
+        return sorted(link.address.worker_id for link in self.alive_links())
 
     # ---- sessions -----------------------------------------------------------------------------------
 

@@ -106,6 +106,13 @@ class WorkerLink:
         stats: worker_pb2.WorkerStats = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), timeout_s)
         return stats
 
+    async def drain(self, timeout_s: float, grace_s: float) -> int:
+        """The worker takes no more turns; how many it turned away after ``timeout_s``."""
+        request = worker_pb2.DrainRequest(timeout_s=timeout_s)
+        answer: worker_pb2.DrainResponse = await self._call(self._stub.Drain, request, timeout_s + grace_s)
+        self.stats.draining = True
+        return answer.turns_moved
+
     async def flush(self, timeout_s: float) -> int:
         return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
 

@@ -179,6 +179,16 @@ class Leader:
         self._commands.put(command)
         return done
 
+    def turn_away(self, error: HoldfastError) -> None:
+        """End every turn, running or waiting, with ``error``; the sessions are at their last good turn."""
+
+        def turn_away() -> None:
+            for turn in list(self.scheduler.turns.values()):
+                self._finish(turn, Outcome.ABORTED, error)
+            self._send_updates()
+
+        self._commands.put(turn_away)
+
     def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[worker_pb2.ControlResponse]:
         """Cut an idle session's KV; the future is done when every rank has done it.
 
@@ -445,11 +455,16 @@ class Leader:
             self._finish(turn, Outcome.ABORTED, Finish("abort"))
             self._send_updates()
 
-    def _finish(self, turn: Turn, outcome: Outcome, finish: Finish) -> None:
-        self._update_of(turn).finish = finish
+    def _finish(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:
+        update = self._update_of(turn)
+        if isinstance(reason, HoldfastError):
+            update.error = reason
+            self.counters["finished_error"] += 1
+        else:
+            update.finish = reason
+            self.counters[f"finished_{reason.reason}"] += 1
         self.scheduler.finish(turn, outcome)
         self._stop_texts.pop(turn.turn_id, None)
-        self.counters[f"finished_{finish.reason}"] += 1
         for waiting in self._after_turn.pop(turn.session_id, []):
             waiting()
 

@@ -235,9 +235,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DrainResponse:
         self._draining = True
         deadline = self._loop.time() + request.timeout_s
-        while self._leader.scheduler.turns and self._loop.time() < deadline:
+        turns = self._leader.scheduler.turns
+        while turns and self._loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        return worker_pb2.DrainResponse(turns_left=len(self._leader.scheduler.turns))
+        moved = len(turns)
+        # Their routers take them elsewhere, as if this worker had died.
+        self._leader.turn_away(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
+        while turns:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return worker_pb2.DrainResponse(turns_moved=moved)
 
     def _welcome(self) -> worker_pb2.Welcome:
         rank = self._leader.rank

@@ -59,6 +59,14 @@ class SessionReleased(SessionNotFound):
     code = "session_released"
 
 
+class WorkerNotFound(HoldfastError):
+    """No living worker has that name; ``holdfast status`` lists them."""
+
+    code = "worker_not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
 class TurnNotFound(HoldfastError):
     """The turn neither runs nor is its session's last: there is nothing to resume; send it again."""
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.harness import ENGINE, Harness, running
+from tests.waiting import until
 
 SAMPLING = {"temperature": 0.9, "seed": 11, "max_tokens": 60, "ignore_eos": True, "top_k": 50}
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
@@ -161,3 +162,43 @@ async def test_silent_worker_is_lost_within_its_lease(tmp_path: Path) -> None:
 
         assert await stream_turn(stub, "storm", 10, silence) == expected
         assert name in cluster.workers
+
+
+async def test_a_drained_worker_s_turns_and_sessions_go_on_elsewhere(cluster: Harness) -> None:
+    async with cluster.channel() as channel, httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "calm")
+        follow_up = await stream_turn(stub, "calm")
+        assert await stream_turn(stub, "idle") == expected
+        # The turn that is disturbed runs where the idle session is.
+        drained: list[str] = []
+
+        async def drain() -> None:
+            drained.append(cluster.pinned_to("storm"))
+            answer = await http.post(f"/holdfast/workers/{drained[0]}/drain", params={"timeout_s": 0})
+            assert answer.json() == {"worker_id": drained[0], "turns_moved": 1}
+
+        assert await stream_turn(stub, "storm", 20, drain) == expected, "moved in the middle"
+        for session in ("idle", "storm"):
+            assert await stream_turn(stub, session) == follow_up
+            assert cluster.pinned_to(session) != drained[0]
+        assert not cluster.workers[drained[0]]._leader.scheduler.turns
+        await cluster.assert_no_leak()
+        unknown = await http.post("/holdfast/workers/nobody/drain")
+        assert unknown.status_code == 404 and "there are: w0, w1" in unknown.text
+
+
+async def test_a_drain_lets_short_turns_end_where_they_are(cluster: Harness) -> None:
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await stream_turn(stub, "calm")
+        answers: list[int] = []
+
+        async def drain() -> None:
+            answers.append(await cluster.router.gateway.drain(cluster.pinned_to("storm"), 20.0))
+
+        stream = asyncio.create_task(stream_turn(stub, "storm"))
+        await until(lambda: cluster.router.gateway.is_busy("storm"), 5, "the turn to run")
+        await drain()
+        assert await stream == expected and answers == [0]
+        assert (await stub.Get(pb.GetRequest(session_id="storm"))).epoch == 1, "it did not move"

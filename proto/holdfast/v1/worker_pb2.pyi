@@ -275,10 +275,10 @@ class DrainRequest(_message.Message):
     def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("turns_left",)
-    TURNS_LEFT_FIELD_NUMBER: _ClassVar[int]
-    turns_left: int
-    def __init__(self, turns_left: _Optional[int] = ...) -> None: ...
+    __slots__ = ("turns_moved",)
+    TURNS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    turns_moved: int
+    def __init__(self, turns_moved: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()

@@ -122,7 +122,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new turns and returns when those that run are done, or at the deadline.
+        """From now on takes no turns. Returns when those that run are done; what runs at the deadline is turned
+        away, for the routers to go on with elsewhere. Its sessions move at their next turns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
