@@ -172,5 +172,25 @@ def drain(worker: str, timeout_s: float, url: str, api_key: str | None, as_json:
     click.echo(json.dumps(answer) if as_json else f"{worker} is drained; {answer['turns_moved']} turns moved")
 
 
+@cli.command()
+@click.option("--url", "urls", multiple=True, help="a router; again for each  [default: http://127.0.0.1:8000]")
+@click.option("--faults", type=int, default=20, show_default=True, help="how many processes to kill or stop")
+@click.option("--seed", type=int, default=1, show_default=True)
+def chaos(urls: tuple[str, ...], faults: int, seed: int) -> None:
+    """Kill and stop processes of a cluster on this machine under a load that checks every token.
+
+    Exit code 1 if a token was lost, repeated or changed, a turn did not end, or a page leaked.
+    """
+    from cluster.chaos import Chaos
+
+    async def run() -> dict[str, Any]:
+        return (await Chaos(list(urls) or ["http://127.0.0.1:8000"], seed).run(faults)).as_dict()
+
+    figures = asyncio.run(run())
+    click.echo(json.dumps(figures, indent=2))
+    if figures["what went wrong"] or figures["pages leaked"]:
+        sys.exit(1)
+
+
 if __name__ == "__main__":
     main()

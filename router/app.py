@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ OPEN_PATHS = ("/health", "/metrics")
 """What load balancers and Prometheus ask for comes without a key."""
 
 
-def http_app(gateway: Gateway) -> FastAPI:
-    """All HTTP endpoints over a gateway."""
+def http_app(gateway: Gateway, grpc_address: Callable[[], str]) -> FastAPI:
+    """All HTTP endpoints over a gateway. ``grpc_address``: where this router's gRPC is."""
 
     def authenticate(request: Request) -> None:
         if request.url.path not in OPEN_PATHS:
@@ -97,11 +98,15 @@ def http_app(gateway: Gateway) -> FastAPI:
     @app.delete("/holdfast/sessions/{session_id}")
     async def release(request: Request, session_id: str) -> dict[str, Any]:
         tenant = tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
-        return {"session_id": session_id, "pages_freed": await gateway.release(session_id, tenant)}
+        return {"session_id": session_id, "pages_freed": await gateway.control.release(session_id, tenant)}
+
+    @app.get("/holdfast/router")
+    async def router() -> dict[str, Any]:
+        return {"pid": os.getpid(), "grpc": grpc_address(), "live_turns": len(gateway.live_turns())}
 
     @app.post("/holdfast/workers/{worker_id}/drain")
     async def drain(worker_id: str, timeout_s: float = Query(30.0, ge=0)) -> dict[str, Any]:
-        return {"worker_id": worker_id, "turns_moved": await gateway.drain(worker_id, timeout_s)}
+        return {"worker_id": worker_id, "turns_moved": await gateway.control.drain(worker_id, timeout_s)}
 
     @app.get("/holdfast/audit")
     async def audit() -> list[dict[str, Any]]:
@@ -190,7 +195,7 @@ class RouterServer:
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         settings = uvicorn.Config(
-            http_app(self.gateway),
+            http_app(self.gateway, lambda: f"{self.config.host}:{grpc_port}"),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=round(self.config.drain_timeout_s),

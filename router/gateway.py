@@ -12,7 +12,8 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -27,13 +28,13 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
-    WorkerNotFound,
 )
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
 from holdfast.wire import error_from_code
 from router.config import RouterConfig
-from router.journal import Journal, SessionRecord
+from router.control import Control
+from router.journal import Journal
 from router.metrics import Metrics
 from router.placement import Placement
 from router.sessions import Session, Sessions
@@ -113,6 +114,7 @@ class Gateway:
         self._aborted: set[str] = set()
         self._num_turns = 0
         self._background: set[asyncio.Task[None]] = set()
+        self.control = Control(self)
 
     # ---- workers ------------------------------------------------------------------------------------
 
@@ -126,6 +128,11 @@ class Gateway:
         for name, address in wanted.items():
             if name not in self._links:
                 self._links[name] = WorkerLink(address, self.config.worker_lease_s)
+
+    def link(self, name: str) -> WorkerLink | None:
+        """The worker that a pin names, if it is alive."""
+        link = self._links.get(name)
+        return link if link is not None and link.alive else None
 
     def alive_links(self) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.alive]
@@ -170,8 +177,9 @@ class Gateway:
                 self.sessions.give_slot(session)
             self._num_turns -= 1
             raise
-        async for chunk in self._run_live(turn, self._relay(turn)):
-            yield chunk
+        async with aclosing(self._run_live(turn, self._relay(turn))) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def resume(self, session_id: str, tenant: str, turn_id: str, start: int) -> AsyncIterator[TurnChunk]:
         """Go on with a turn that another router began, from output token ``start`` on.
@@ -179,9 +187,9 @@ class Gateway:
         What the journal has comes first, then what is generated; of a turn that has ended, all that is
         left of it. Raises TurnNotFound, SessionBusy while a living router runs it, and as ``run``.
         """
-        if turn_id in self._live or self.sessions.running_turn(session_id):
-            raise SessionBusy(f"session {session_id} already has an active request, here; wait for it or abort it")
+        self._refuse_busy(session_id)
         known = await self.journal.adopt_turn(session_id, tenant, turn_id)
+        self._refuse_busy(session_id)
         tokens = known.session.tokens[: known.keep_len] + known.tokens
         if not 0 <= start <= len(tokens) - known.prompt_len:
             raise InvalidRequest(f"turn {turn_id} has {len(tokens) - known.prompt_len} tokens, none at {start}")
@@ -195,8 +203,16 @@ class Gateway:
         session.busy, session.running_turn = True, turn_id
         self._num_turns += 1
         self.metrics.resumed.inc()
-        async for chunk in self._run_live(turn, self._relay(turn, resumed_at=start)):
-            yield chunk
+        async with aclosing(self._run_live(turn, self._relay(turn, resumed_at=start))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _refuse_busy(self, session_id: str) -> None:
+        if self._num_turns >= self.config.max_live_turns:
+            self.metrics.rejected.inc()
+            raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
+        if self.sessions.running_turn(session_id):
+            raise SessionBusy(f"session {session_id} already has an active request, here; wait for it or abort it")
 
     def _shown_again(self, turn: _Live, start: int, finish: str) -> TurnChunk:
         """What a client has not seen of a turn that has ended."""
@@ -208,19 +224,20 @@ class Gateway:
         text += output.finish(next((stop for stop in stops if finish == "stop" and stop in whole), None))
         return TurnChunk(turn.prompt_len, index=start, tokens=list(tokens[start:]), text=text, finish_reason=finish)
 
-    async def _run_live(self, turn: _Live, relay: AsyncIterator[TurnChunk]) -> AsyncIterator[TurnChunk]:
+    async def _run_live(self, turn: _Live, relay: AsyncGenerator[TurnChunk, None]) -> AsyncGenerator[TurnChunk, None]:
         """Pass a turn's chunks on, and end it with the last of them, or however it ends."""
         request = turn.request
         self._live[request.turn_id] = turn
         ended = None
         try:
-            async for chunk in relay:
-                if chunk.finish_reason:
-                    # Before the client knows: its next turn must find the session free.
-                    completed = chunk.finish_reason in ("stop", "length")
-                    ended = self._in_background(self._end(turn, completed=completed))
-                    await asyncio.shield(ended)
-                yield chunk
+            async with aclosing(relay):
+                async for chunk in relay:
+                    if chunk.finish_reason:
+                        # Before the client knows: its next turn must find the session free.
+                        completed = chunk.finish_reason in ("stop", "length")
+                        ended = self._in_background(self._end(turn, completed=completed))
+                        await asyncio.shield(ended)
+                    yield chunk
         except HoldfastError:
             ended = ended or self._in_background(self._end(turn, completed=False))
             await asyncio.shield(ended)
@@ -260,7 +277,7 @@ class Gateway:
             request.sampling.seed = random.getrandbits(62)
         return _Live(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)
 
-    async def _relay(self, turn: _Live, *, resumed_at: int | None = None) -> AsyncIterator[TurnChunk]:
+    async def _relay(self, turn: _Live, *, resumed_at: int | None = None) -> AsyncGenerator[TurnChunk, None]:
         request, started = turn.request, time.monotonic()
         output = self.codec.stream(request.sampling.stop)
         if resumed_at is None:
@@ -477,91 +494,6 @@ class Gateway:
             ephemeral=session is None,
         )
         return turn.link.submit(submit)
-
-    async def drain(self, worker_id: str, timeout_s: float) -> int:
-        """Have a worker take no more turns; what runs for longer than ``timeout_s`` goes on elsewhere.
-
-        Returns how many turns did. Raises WorkerNotFound.
-        """
-        link = next((link for link in self.alive_links() if link.address.worker_id == worker_id), None)
-        if link is None:
-            raise WorkerNotFound(
-                f"no worker {worker_id} is alive; there are: {', '.join(self._worker_ids()) or 'none'}"
-            )
-        return await link.drain(timeout_s, self.config.control_timeout_s)
-
-    def _worker_ids(self) -> list[str]:
-        return sorted(link.address.worker_id for link in self.alive_links())
-
-    # ---- sessions -----------------------------------------------------------------------------------
-
-    async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
-        return (await self.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)).record
-
-    async def release(self, session_id: str, tenant: str, mode: int = session_pb2.RELEASE_MODE_NOW) -> int:
-        """Tombstone first, then free the worker's pages. Returns the pages freed.
-
-        A running turn is ended first, or waited for. Raises SessionNotFound.
-        """
-        if mode == session_pb2.RELEASE_MODE_AFTER_TURN:
-            async with self.sessions.turn_slot(session_id, tenant, create=False, queue=True):
-                record = await self.journal.release(session_id, tenant)
-        else:
-            record = await self.journal.release(session_id, tenant)
-            self.abort(self.sessions.running_turn(session_id))
-        self.sessions.forget(session_id)
-        return await self._unless_gone(
-            record.worker,
-            lambda link: link.release(
-                session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self.config.control_timeout_s
-            ),
-        )
-
-    async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
-        """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
-        async with self.sessions.turn_slot(session_id, tenant, create=False, queue=False) as session:
-            if not 0 <= keep_len <= len(session.tokens):
-                raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
-            try:
-                await self.journal.cut(session_id, session.record.epoch, keep_len)
-            except StaleEpoch:
-                await self.sessions.retake(session, queue=False)
-                if keep_len > len(session.tokens):
-                    raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}") from None
-                await self.journal.cut(session_id, session.record.epoch, keep_len)
-            record = session.record
-            session.cut(keep_len)
-            await self._unless_gone(
-                record.worker,
-                lambda link: link.free_tail(session_id, record.epoch, keep_len, self.config.control_timeout_s),
-            )
-            return record
-
-    async def _unless_gone(self, worker: str, ask: Callable[[WorkerLink], Awaitable[int]]) -> int:
-        """Pages freed on a worker. It is gone, or goes while it is asked: its pages died with it."""
-        link = self._links.get(worker)
-        if link is None or not link.alive:
-            return 0
-        try:
-            return await ask(link)
-        except NoWorkerAvailable as error:
-            log.info("worker %s went before it answered: %s", worker, error.message)
-            return 0
-
-    async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
-        """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""
-        record = await self.journal.fork(session_id, tenant, child_id or uuid.uuid4().hex, at_len)
-        child = self.sessions.add(record).record
-        link = self._links.get(child.worker)
-        if link is not None and link.alive:
-            try:
-                await link.fork(
-                    session_id, child.session_id, child.epoch, len(child.tokens), self.config.control_timeout_s
-                )
-            except HoldfastError as error:
-                # Only KV is not shared then: the child's first turn computes it.
-                log.info("fork %s: no KV shared: %s", child.session_id, error.message)
-        return child
 
     def is_busy(self, session_id: str) -> bool:
         return bool(self.sessions.running_turn(session_id))

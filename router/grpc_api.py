@@ -38,7 +38,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
 
     @answers_errors
     async def Open(self, request: session_pb2.OpenRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
-        return self._message(await self._gateway.open_session(request.session_id, self._tenant(context)))
+        return self._message(await self._gateway.control.open_session(request.session_id, self._tenant(context)))
 
     async def Generate(
         self, request: session_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -81,21 +81,21 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     async def Release(
         self, request: session_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> session_pb2.ReleaseResponse:
-        freed = await self._gateway.release(request.session_id, self._tenant(context), request.mode)
+        freed = await self._gateway.control.release(request.session_id, self._tenant(context), request.mode)
         return session_pb2.ReleaseResponse(pages_freed=freed)
 
     @answers_errors
     async def FreeTail(
         self, request: session_pb2.FreeTailRequest, context: grpc.aio.ServicerContext
     ) -> session_pb2.Session:
-        record = await self._gateway.free_tail(request.session_id, self._tenant(context), request.keep_len)
+        record = await self._gateway.control.free_tail(request.session_id, self._tenant(context), request.keep_len)
         return self._message(record)
 
     @answers_errors
     async def Fork(self, request: session_pb2.ForkRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
         at_len = request.at_len if request.HasField("at_len") else None
         tenant = self._tenant(context)
-        return self._message(await self._gateway.fork(request.session_id, tenant, request.child_id, at_len))
+        return self._message(await self._gateway.control.fork(request.session_id, tenant, request.child_id, at_len))
 
     @answers_errors
     async def Get(self, request: session_pb2.GetRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:

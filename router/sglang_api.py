@@ -95,11 +95,11 @@ def sglang_routes(gateway: Gateway) -> APIRouter:
     @routes.api_route("/open_session", methods=["GET", "POST"])
     async def open_session(http: Request, body: OpenSessionBody) -> Any:
         session_id = body.session_id or uuid.uuid4().hex
-        return (await gateway.open_session(session_id, tenant(http))).session_id
+        return (await gateway.control.open_session(session_id, tenant(http))).session_id
 
     @routes.api_route("/close_session", methods=["GET", "POST"])
     async def close_session(http: Request, body: CloseSessionBody) -> Response:
-        await gateway.release(body.session_id, tenant(http))
+        await gateway.control.release(body.session_id, tenant(http))
         return Response(status_code=200)
 
     @routes.api_route("/generate", methods=["POST", "PUT"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -35,6 +35,7 @@ class Harness:
     addresses: dict[str, WorkerAddress]
     urls: list[str]
     grpc_targets: list[str]
+    lost_routers: list[RouterServer] = field(default_factory=list)
 
     @property
     def router(self) -> RouterServer:
@@ -67,6 +68,20 @@ class Harness:
         """Stop a worker under its streams, as its death would look from the router."""
         del self.addresses[worker_id]
         await stop_group(self.workers.pop(worker_id), self.followers.pop(worker_id))
+
+    def lose_router(self) -> RouterServer:
+        """The first router, as a kill -9 of it looks to the others: no word any more, turns left open."""
+        dead = self.routers.pop(0)
+        self.lost_routers.append(dead)
+
+        async def leave_open(turn: object, *, completed: bool) -> None:
+            pass
+
+        dead.gateway._end = leave_open  # type: ignore[method-assign]
+        dead._journal._beats.cancel()  # type: ignore[attr-defined]
+        for link in dead.gateway._links.values():
+            link._task.cancel()
+        return dead
 
     def pinned_to(self, session_id: str) -> str:
         session = self.router.gateway.sessions._sessions[session_id]
@@ -131,7 +146,7 @@ async def running(
             await harness.start_worker(f"w{i}", 1, engine, tp)
         yield harness
     finally:
-        for router in harness.routers:
+        for router in [*harness.routers, *harness.lost_routers]:
             await router.stop()
         for worker_id, server in harness.workers.items():
             await stop_group(server, harness.followers[worker_id])

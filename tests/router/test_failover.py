@@ -195,7 +195,7 @@ async def test_a_drain_lets_short_turns_end_where_they_are(cluster: Harness) -> 
         answers: list[int] = []
 
         async def drain() -> None:
-            answers.append(await cluster.router.gateway.drain(cluster.pinned_to("storm"), 20.0))
+            answers.append(await cluster.router.gateway.control.drain(cluster.pinned_to("storm"), 20.0))
 
         stream = asyncio.create_task(stream_turn(stub, "storm"))
         await until(lambda: cluster.router.gateway.is_busy("storm"), 5, "the turn to run")

@@ -221,7 +221,7 @@ async def test_a_worker_that_goes_while_it_is_asked_is_gone_with_its_pages(tmp_p
             pass
         stuck = threading.Event()
         cluster.workers["w0"]._leader._commands.put(stuck.wait)
-        release = asyncio.create_task(cluster.router.gateway.release("s", ""))
+        release = asyncio.create_task(cluster.router.gateway.control.release("s", ""))
         await asyncio.wait([release], timeout=0.1)
         assert not release.done()
         await cluster.router.set_workers([])

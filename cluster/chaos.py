@@ -1,0 +1,247 @@
+"""Faults under a verifying load, on a cluster of this machine: ``holdfast chaos``.
+
+Clients play scripted sessions over gRPC, again and again, each time under new names, and compare every
+token with what an undisturbed run of the script said. Meanwhile processes are killed and stopped, one
+after another. When a router dies under a stream, its client resumes at another router from the next
+token it has not seen; whatever else happens, the stream must go on by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+
+from holdfast.errors import HoldfastError
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+
+SCRIPTS, TURNS, TOKENS = 4, 3, 40
+TURN_DEADLINE_S = 90.0
+"""No turn may take longer, whatever dies: it is no hang, then."""
+HEAL_DEADLINE_S = 120.0
+STOP_S = 4.0
+"""How long a stopped process sleeps: past every lease."""
+RETRY_PAUSE_S = 0.05
+RETRYABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+}
+PROMPTS = ("Return the list", "What does os.path.join do?", "help(json.dumps)", "class threading.Lock:")
+
+
+class ChaosFailed(HoldfastError):
+    """The cluster broke a promise; the report says which."""
+
+    code = "chaos_failed"
+
+
+@dataclass
+class Report:
+    """What was done to the cluster, and what its clients saw."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    turns: int = 0
+    tokens: int = 0
+    resumed: int = 0
+    wrong: list[str] = field(default_factory=list)
+    """Each: a turn that lost, repeated or changed a token, or that did not end."""
+    pages_leaked: int = 0
+    longest_gaps_s: list[float] = field(default_factory=list)
+    """Of each turn, the longest wait for a token."""
+
+    def as_dict(self) -> dict[str, Any]:
+        gaps = sorted(self.longest_gaps_s) or [0.0]
+        return {
+            "faults": dict(self.faults),
+            "turns": self.turns,
+            "tokens": self.tokens,
+            "turns resumed at another router": self.resumed,
+            "turns with a token lost, repeated or changed": len(self.wrong),
+            "what went wrong": self.wrong[:10],
+            "pages leaked": self.pages_leaked,
+            "longest pause of a turn, s": {
+                "p50": round(gaps[len(gaps) // 2], 3),
+                "p99": round(gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3),
+                "max": round(gaps[-1], 3),
+            },
+        }
+
+
+class Chaos:
+    """One run. ``urls``: the routers' HTTP addresses; all processes are on this machine."""
+
+    def __init__(self, urls: list[str], seed: int) -> None:
+        self.report = Report()
+        self._urls = urls
+        self._random = random.Random(seed)
+        self._http = httpx.AsyncClient(timeout=10)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: list[session_pb2_grpc.SessionServiceStub] = []
+        self._expected: list[list[list[int]]] = []
+        self._stopping = False
+        self._number = 0
+
+    async def run(self, num_faults: int) -> Report:
+        """Play undisturbed, then under ``num_faults`` faults; heal, and count the pages."""
+        try:
+            for url in self._urls:
+                router = (await self._http.get(f"{url}/holdfast/router")).raise_for_status().json()
+                channel = self._channels[url] = grpc.aio.insecure_channel(router["grpc"])
+                self._stubs.append(session_pb2_grpc.SessionServiceStub(channel))
+            for script in range(SCRIPTS):
+                self._expected.append(await self._play(script, "calm"))
+            clients = [asyncio.create_task(self._client(script)) for script in range(SCRIPTS)]
+            for _ in range(num_faults):
+                await asyncio.sleep(self._random.uniform(0.2, 1.5))
+                await self._fault()
+            self._stopping = True
+            await asyncio.gather(*clients)
+            await self._heal()
+        finally:
+            for channel in self._channels.values():
+                await channel.close()
+            await self._http.aclose()
+        return self.report
+
+    # ---- clients ------------------------------------------------------------------------------------
+
+    async def _client(self, script: int) -> None:
+        while not self._stopping:
+            self._number += 1
+            name = f"chaos-{script}-{self._number}"
+            try:
+                async with asyncio.timeout(TURN_DEADLINE_S * TURNS):
+                    said = await self._play(script, name)
+                for turn, (ours, expected) in enumerate(zip(said, self._expected[script], strict=True)):
+                    if ours != expected:
+                        at = next(i for i, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b)
+                        self.report.wrong.append(f"{name} turn {turn}: differs from token {at} on")
+                await self._release(name)
+            except (TimeoutError, HoldfastError, grpc.aio.AioRpcError, StopIteration) as error:
+                self.report.wrong.append(f"{name}: {error!r}")
+
+    async def _play(self, script: int, name: str) -> list[list[int]]:
+        session = f"{name}-{script}-{os.getpid()}-{time.time_ns()}" if name == "calm" else name
+        return [await self._turn(script, turn, session, calm=name == "calm") for turn in range(TURNS)]
+
+    async def _turn(self, script: int, turn: int, session: str, *, calm: bool) -> list[int]:
+        """One turn, through whatever happens; its tokens."""
+        sampling = pb.Sampling(temperature=0.8, top_k=50, seed=100 * script + turn, max_tokens=TOKENS, ignore_eos=True)
+        turn_id = f"{session}-turn-{turn}"
+        request = pb.GenerateRequest(
+            session_id=session, text=f" {PROMPTS[script]} {turn}", sampling=sampling, request_id=turn_id
+        )
+        tokens: list[int] = []
+        began = last = time.monotonic()
+        longest = 0.0
+        while True:
+            try:
+                async for answer in self._random.choice(self._stubs).Generate(request, timeout=TURN_DEADLINE_S):
+                    if answer.index != len(tokens) and answer.tokens:
+                        raise ChaosFailed(f"token {answer.index} came when {len(tokens)} was due")
+                    now = time.monotonic()
+                    longest, last = max(longest, now - last), now
+                    tokens += answer.tokens
+                    if answer.finish_reason:
+                        break
+                if answer.finish_reason:
+                    break
+            except grpc.aio.AioRpcError as error:
+                not_begun = error.code() is grpc.StatusCode.NOT_FOUND and not tokens
+                if error.code() not in RETRYABLE and not not_begun:
+                    raise
+                if time.monotonic() - began > TURN_DEADLINE_S:
+                    raise
+                request = self._again(request, tokens, begun=not not_begun)
+                await asyncio.sleep(RETRY_PAUSE_S)
+        if not calm:
+            self.report.turns += 1
+            self.report.tokens += len(tokens)
+            self.report.longest_gaps_s.append(longest)
+        return tokens
+
+    def _again(self, request: pb.GenerateRequest, tokens: list[int], *, begun: bool) -> pb.GenerateRequest:
+        """What to ask after a stream broke: go on; or, if no router had begun it, the same once more."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(request)
+        if begun:
+            again.resume_from = len(tokens)
+            self.report.resumed += not request.HasField("resume_from")
+        else:
+            again.ClearField("resume_from")
+        return again
+
+    async def _release(self, session: str) -> None:
+        for _ in range(int(TURN_DEADLINE_S / RETRY_PAUSE_S)):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._random.choice(self._stubs).Release(pb.ReleaseRequest(session_id=session), timeout=15)
+                return
+            await asyncio.sleep(RETRY_PAUSE_S)
+        raise ChaosFailed(f"session {session} cannot be released")
+
+    # ---- faults -------------------------------------------------------------------------------------
+
+    async def _fault(self) -> None:
+        """Kill or stop a rank or a router that lives now. One worker is left alone: the others go to it."""
+        await self._wait_for_workers()
+        workers = await self._workers()
+        victims = [(f"rank {min(rank['rank'], 1)}", int(rank["pid"])) for w in workers for rank in w["ranks"]]
+        routers = [pid for url in self._urls if (pid := await self._router_pid(url)) is not None]
+        if len(routers) > 1:
+            victims += [("router", pid) for pid in routers]
+        kind, pid = self._random.choice(victims)
+        how = "SIGSTOP" if self._random.random() < 0.25 and kind != "router" else "kill -9"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
+            name = {"rank 0": "leader", "rank 1": "rank"}.get(kind, kind)
+            self.report.faults[f"{how} of a {name}"] += 1
+        if how == "SIGSTOP":
+            await asyncio.sleep(STOP_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    async def _workers(self) -> list[dict[str, Any]]:
+        for url in self._urls:
+            with contextlib.suppress(httpx.HTTPError):
+                workers: list[dict[str, Any]] = (await self._http.get(f"{url}/holdfast/workers")).json()
+                return workers
+        return []
+
+    async def _router_pid(self, url: str) -> int | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return int((await self._http.get(f"{url}/holdfast/router")).json()["pid"])
+        return None
+
+    async def _wait_for_workers(self) -> None:
+        deadline = time.monotonic() + HEAL_DEADLINE_S
+        while len(await self._workers()) < 2:
+            if time.monotonic() > deadline:
+                raise ChaosFailed(f"the workers did not come back within {HEAL_DEADLINE_S} s")
+            await asyncio.sleep(0.1)
+
+    async def _heal(self) -> None:
+        """Every process is back; then every page is free, or cached, or a session's that was not released."""
+        await self._wait_for_workers()
+        deadline = time.monotonic() + HEAL_DEADLINE_S
+        for url in self._urls:
+            while await self._router_pid(url) is None:
+                if time.monotonic() > deadline:
+                    raise ChaosFailed(f"the router at {url} did not come back within {HEAL_DEADLINE_S} s")
+                await asyncio.sleep(0.1)
+            for report in (await self._http.get(f"{url}/holdfast/audit")).raise_for_status().json():
+                for rank in report["ranks"]:
+                    self.report.pages_leaked += len(rank["leaked"]) + len(rank["overheld"])
+                    if rank["num_running"] or rank["faults"]:
+                        self.report.wrong.append(f"{report['worker_id']}: {rank}")

@@ -1,0 +1,111 @@
+"""What is done to sessions and workers beside their turns: open, release, cut, fork, drain.
+
+The journal comes first, the worker after it: what the journal has is so, whatever becomes of the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable, StaleEpoch, WorkerNotFound
+from holdfast.v1 import session_pb2
+from router.journal import SessionRecord
+from router.workers import WorkerLink
+
+if TYPE_CHECKING:
+    from router.gateway import Gateway
+
+log = logging.getLogger("holdfast.router")
+
+
+class Control:
+    """A router's control plane. One per gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
+        return (await self._gateway.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)).record
+
+    async def release(self, session_id: str, tenant: str, mode: int = session_pb2.RELEASE_MODE_NOW) -> int:
+        """Tombstone first, then free the worker's pages. Returns the pages freed.
+
+        A running turn is ended first, or waited for. Raises SessionNotFound.
+        """
+        if mode == session_pb2.RELEASE_MODE_AFTER_TURN:
+            async with self._gateway.sessions.turn_slot(session_id, tenant, create=False, queue=True):
+                record = await self._gateway.journal.release(session_id, tenant)
+        else:
+            record = await self._gateway.journal.release(session_id, tenant)
+            self._gateway.abort(self._gateway.sessions.running_turn(session_id))
+        self._gateway.sessions.forget(session_id)
+        return await self._unless_gone(
+            record.worker,
+            lambda link: link.release(
+                session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self._gateway.config.control_timeout_s
+            ),
+        )
+
+    async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
+        """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
+        async with self._gateway.sessions.turn_slot(session_id, tenant, create=False, queue=False) as session:
+            if not 0 <= keep_len <= len(session.tokens):
+                raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
+            try:
+                await self._gateway.journal.cut(session_id, session.record.epoch, keep_len)
+            except StaleEpoch:
+                await self._gateway.sessions.retake(session, queue=False)
+                if keep_len > len(session.tokens):
+                    raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}") from None
+                await self._gateway.journal.cut(session_id, session.record.epoch, keep_len)
+            record = session.record
+            session.cut(keep_len)
+            await self._unless_gone(
+                record.worker,
+                lambda link: link.free_tail(session_id, record.epoch, keep_len, self._gateway.config.control_timeout_s),
+            )
+            return record
+
+    async def _unless_gone(self, worker: str, ask: Callable[[WorkerLink], Awaitable[int]]) -> int:
+        """Pages freed on a worker. It is gone, or goes while it is asked: its pages died with it."""
+        link = self._gateway.link(worker)
+        if link is None:
+            return 0
+        try:
+            return await ask(link)
+        except NoWorkerAvailable as error:
+            log.info("worker %s went before it answered: %s", worker, error.message)
+            return 0
+
+    async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
+        """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""
+        record = await self._gateway.journal.fork(session_id, tenant, child_id or uuid.uuid4().hex, at_len)
+        child = self._gateway.sessions.add(record).record
+        link = self._gateway.link(child.worker)
+        if link is not None:
+            try:
+                await link.fork(
+                    session_id, child.session_id, child.epoch, len(child.tokens), self._gateway.config.control_timeout_s
+                )
+            except HoldfastError as error:
+                # Only KV is not shared then: the child's first turn computes it.
+                log.info("fork %s: no KV shared: %s", child.session_id, error.message)
+        return child
+
+    async def drain(self, worker_id: str, timeout_s: float) -> int:
+        """Have a worker take no more turns; what runs for longer than ``timeout_s`` goes on elsewhere.
+
+        Returns how many turns did. Raises WorkerNotFound.
+        """
+        link = next((link for link in self._gateway.alive_links() if link.address.worker_id == worker_id), None)
+        if link is None:
+            raise WorkerNotFound(
+                f"no worker {worker_id} is alive; there are: {', '.join(self._worker_ids()) or 'none'}"
+            )
+        return await link.drain(timeout_s, self._gateway.config.control_timeout_s)
+
+    def _worker_ids(self) -> list[str]:
+        return sorted(link.address.worker_id for link in self._gateway.alive_links())
