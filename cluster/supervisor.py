@@ -45,6 +45,8 @@ def connect(config: Config) -> None:
             raise ConfigError(f"address: no Ray cluster answers at {config.address}: {error}") from None
         return
     ray.init(
+        # By default Ray would join whatever cluster it finds on this machine.
+        address="local",
         # Logical: a place for each rank, however many cores there are.
         num_cpus=config.workers * config.tp,
         include_dashboard=False,

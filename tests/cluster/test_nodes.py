@@ -117,6 +117,17 @@ async def test_a_rank_that_goes_wrong_costs_a_pause_only(tmp_path: Path) -> None
             assert await worker_of(cluster, stub, session) is not worker, "the session went on elsewhere"
 
 
+async def test_a_fresh_cluster_is_fresh_beside_another_one(tmp_path: Path) -> None:
+    other = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        connect(config(tmp_path, workers=3))
+        assert ray.get_runtime_context().gcs_address != other.address
+        assert ray.cluster_resources()["CPU"] == 3
+    finally:
+        ray.shutdown()
+        other.shutdown()
+
+
 async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) -> None:
     nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     first, _ = (nodes.add_node(num_cpus=2) for _ in range(2))
