@@ -87,7 +87,11 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
     """A cluster; at the end it must leave nothing behind."""
     before = set(os.listdir("/dev/shm"))
     cluster = Served(folder, *flags)
-    yield cluster
+    try:
+        yield cluster
+    except BaseException:
+        cluster.stop()  # whatever comes of it: the test has failed already
+        raise
     assert cluster.stop() == 0
     deadline = time.monotonic() + 20
     while (
