@@ -6,4 +6,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--schedules", type=int, default=60, help="random schedules to play on one rank and on two")
+    parser.addoption("--schedules", type=int, default=40, help="random schedules to play on one rank and on two")

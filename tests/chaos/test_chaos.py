@@ -11,7 +11,7 @@ import pytest
 from cluster.chaos import Chaos
 from tests.cluster.served import serving
 
-FAULTS, SEED = 6, 1
+FAULTS, SEED = 4, 1
 
 
 async def test_no_fault_costs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
