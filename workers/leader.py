@@ -287,6 +287,7 @@ class Leader:
         act()
         self._record(rank_pb2.Op(measure=rank_pb2.MeasureOp(end=True)))
         freed = self.cache.pool.num_free - free_before
+        # Counted at their ends: that is the order of the acks' answers.
         index, number = self._control_index(), self._num_measured
         self._num_measured += 1
         digest = 0 if self._recorded else self.cache.digest()

@@ -223,14 +223,14 @@ class LogReader:
         if entry.index != self.last_index + 1:
             raise RankDiverged(f"entry {entry.index} came after entry {self.last_index}")
         ack = rank_pb2.Ack(index=entry.index)
-        free_before = 0
+        begun: list[int] = []  # a request may end a turn that another request waited for
         try:
             for op in entry.ops:
                 kind = op.WhichOneof("op")
                 if kind == "measure" and op.measure.end:
-                    ack.pages_freed.append(self.cache.pool.num_free - free_before)
+                    ack.pages_freed.append(self.cache.pool.num_free - begun.pop())
                 elif kind == "measure":
-                    free_before = self.cache.pool.num_free
+                    begun.append(self.cache.pool.num_free)
                 elif kind == "audit":
                     ack.audit.CopyFrom(audit_message(self.cache.audit()))
                 else:

@@ -159,6 +159,20 @@ def test_release_and_free_tail_answer_for_every_rank_at_one_index(group: GroupEn
         assert cache.pool.num_free == cache.pool.num_pages and not cache.slots
 
 
+def test_a_release_that_ends_what_another_waits_for(group: GroupEngine) -> None:
+    group.submit("t", "s", prompt(1, 40))
+    group.leader.step()
+    waiting = group.leader.release_session("s", 1, after_turn=True)
+    now = group.leader.release_session("s", 1)
+    group.commands()
+    group.leader.step()
+    group.settle()
+    for future in (waiting, now):
+        freed = [rank.pages_freed for rank in future.result(5).ranks]
+        assert freed[0] == freed[1], freed
+    assert not group.refused and not group.cache.slots
+
+
 def test_a_request_that_is_refused_changes_no_rank(group: GroupEngine) -> None:
     group.generate("s", prompt(1, 20))
     group.submit("t", "s", prompt(1, 50), epoch=5)
