@@ -38,7 +38,7 @@ async def direct_ms(address: str) -> list[float]:
             submit = worker_pb2.Submit(
                 turn_id=f"t{i}",
                 session_id=f"turn-t{i}",
-                tokens=pack_tokens(array("i", prompt(i)), b""),
+                tokens=pack_tokens(array("i", prompt(i))),
                 prompt_len=PROMPT_LEN,
                 sampling=SAMPLING,
                 ephemeral=True,
@@ -100,7 +100,7 @@ async def journal_cost(durability: str) -> dict[str, float]:
 
         async def session(i: int) -> None:
             await journal.take(f"s{i}", "", create=True)
-            await journal.begin_turn(f"s{i}", 0, "t", 0, array("i", prompt(i)))
+            await journal.begin_turn(f"s{i}", 0, "t", 0, array("i", prompt(i)), b"")
             for n in range(JOURNAL_APPENDS):
                 began = time.perf_counter()
                 await journal.append(f"s{i}", 0, "t", PROMPT_LEN + n, [n])

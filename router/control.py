@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable, StaleEpoch, WorkerNotFound
+from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable, WorkerNotFound
 from holdfast.v1 import session_pb2
 from router.journal import SessionRecord
 from router.workers import WorkerLink
@@ -52,15 +52,13 @@ class Control:
     async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
         """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
         async with self._gateway.sessions.turn_slot(session_id, tenant, create=False, queue=False) as session:
-            if not 0 <= keep_len <= len(session.tokens):
-                raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
-            try:
+
+            async def cut() -> None:
+                if not 0 <= keep_len <= len(session.tokens):
+                    raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}, the session's length")
                 await self._gateway.journal.cut(session_id, session.record.epoch, keep_len)
-            except StaleEpoch:
-                await self._gateway.sessions.retake(session, queue=False)
-                if keep_len > len(session.tokens):
-                    raise InvalidRequest(f"keep_len: must be from 0 to {len(session.tokens)}") from None
-                await self._gateway.journal.cut(session_id, session.record.epoch, keep_len)
+
+            await self._gateway.sessions.up_to_date(session, cut, queue=False)
             record = session.record
             session.cut(keep_len)
             await self._unless_gone(

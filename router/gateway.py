@@ -171,7 +171,7 @@ class Gateway:
                     request.session_id, request.tenant, create=request.create_session, queue=request.queue
                 )
                 session.running_turn = request.turn_id
-            turn = self._prepare(request, session)
+            turn = await self._prepared(request, session)
         except BaseException:
             if session is not None:
                 self.sessions.give_slot(session)
@@ -261,6 +261,14 @@ class Gateway:
         """Ids of the turns that run or wait here; only a tenant's, if one is given."""
         return [turn_id for turn_id, turn in self._live.items() if tenant in (None, turn.request.tenant)]
 
+    async def _prepared(self, request: TurnRequest, session: Session | None) -> _Live:
+        async def prepare() -> _Live:
+            return self._prepare(request, session)
+
+        if session is None:
+            return await prepare()
+        return await self.sessions.up_to_date(session, prepare, queue=request.queue)
+
     def _prepare(self, request: TurnRequest, session: Session | None) -> _Live:
         keep_len, ids = request.prepare(session)
         tokens = (session.tokens[:keep_len] if session else array("i")) + ids
@@ -338,26 +346,23 @@ class Gateway:
         if session is None:
             await self._place(turn)
             return
-        try:
-            await self._place(turn)
-            await self._journal_input(turn, session)
-        except StaleEpoch:
-            # Another router had the session since: what this one knew of it has passed. Once more, as it is now.
-            await self.sessions.retake(session, queue=turn.request.queue)
-            now = self._prepare(turn.request, session)
-            turn.keep_len, turn.tokens, turn.prompt_len, turn.epoch = (
-                now.keep_len,
-                now.tokens,
-                now.prompt_len,
-                now.epoch,
-            )
-            await self._place(turn)
-            await self._journal_input(turn, session)
 
-    async def _journal_input(self, turn: _Live, session: Session) -> None:
-        ids = turn.tokens[turn.keep_len :]
-        request = turn.request.sampling.SerializeToString()
-        await self.journal.begin_turn(session.session_id, turn.epoch, turn.request.turn_id, turn.keep_len, ids, request)
+        async def begin() -> None:
+            if turn.epoch != session.record.epoch:  # it was another's since: the turn follows what it is now
+                now = self._prepare(turn.request, session)
+                turn.keep_len, turn.tokens, turn.prompt_len = now.keep_len, now.tokens, now.prompt_len
+                turn.epoch = now.epoch
+            await self._place(turn)
+            await self.journal.begin_turn(
+                session.session_id,
+                turn.epoch,
+                turn.request.turn_id,
+                turn.keep_len,
+                turn.tokens[turn.keep_len :],
+                turn.request.sampling.SerializeToString(),
+            )
+
+        await self.sessions.up_to_date(session, begin, queue=turn.request.queue)
 
     async def _next_update(self, inbox: TurnInbox) -> worker_pb2.TurnUpdate | None:
         try:

@@ -7,12 +7,14 @@ import time
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from holdfast.errors import QueueFull, SessionBusy
+from holdfast.errors import InvalidRequest, QueueFull, SessionBusy, StaleEpoch
 from router.journal import Journal, SessionRecord
 
+T = TypeVar("T")
 BUSY_POLL_S = 0.05
 """Between looks at a session whose turn runs on another router."""
 MAX_SESSIONS_IN_MEMORY = 4096
@@ -77,8 +79,7 @@ class Sessions:
     async def get(self, session_id: str, tenant: str, *, create: bool, queue: bool = False) -> Session:
         """The session, taken from whichever router had it.
 
-        Another may take it again at any time: then what is written under its epoch is stale, and
-        ``retake`` brings it up to date. Raises SessionNotFound (also for another tenant's),
+        Another may take it again at any time: see ``up_to_date``. Raises SessionNotFound (also for another tenant's),
         SessionReleased, SessionBusy (with ``queue``: after ``busy_wait_s``).
         """
         session = self._sessions.get(session_id)
@@ -89,10 +90,19 @@ class Sessions:
         self._trim()
         return session
 
-    async def retake(self, session: Session, *, queue: bool) -> None:
-        """Another router had it in between: see what it is now."""
-        record = session.record
-        session.renew(await self._take(record.session_id, record.tenant, create=False, queue=queue))
+    async def up_to_date(self, session: Session, attempt: Callable[[], Awaitable[T]], *, queue: bool) -> T:
+        """What ``attempt`` gives for the session as it is now.
+
+        It is tried on what this router knows. If that fails as it may when another router has had the
+        session since, the session is taken again, and it is tried once more: no look at the journal
+        for the turns, which are nearly all, that stay with their router.
+        """
+        try:
+            return await attempt()
+        except (StaleEpoch, InvalidRequest):
+            record = session.record
+            session.renew(await self._take(record.session_id, record.tenant, create=False, queue=queue))
+            return await attempt()
 
     async def _take(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> SessionRecord:
         deadline = time.monotonic() + self._busy_wait_s

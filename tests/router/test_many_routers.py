@@ -108,6 +108,24 @@ async def test_release_and_cut_and_fork_at_the_other_router(cluster: Harness, st
     await cluster.assert_no_leak()
 
 
+async def test_what_one_router_knows_is_not_held_against_what_the_session_is(
+    cluster: Harness, stubs: list[Stub]
+) -> None:
+    name = f"grown-{id(cluster)}"
+    await turn(stubs[0], name, "Return")
+    await turn(stubs[1], name, " the list of all items", 20)
+    sampling = pb.Sampling(max_tokens=2, ignore_eos=True)
+    # Both are past the end of what the first router knows.
+    request = pb.GenerateRequest(session_id=name, text=" x", sampling=sampling, rewind_to=20)
+    assert [answer async for answer in stubs[0].Generate(request)][-1].prompt_tokens > 20
+    await turn(stubs[1], name, " and more of them", 20)
+    cut = await stubs[0].FreeTail(pb.FreeTailRequest(session_id=name, keep_len=30))
+    assert cut.num_tokens == 30
+    with pytest.raises(grpc.aio.AioRpcError) as past_the_end:
+        await stubs[1].FreeTail(pb.FreeTailRequest(session_id=name, keep_len=31))
+    assert past_the_end.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def begin_and_lose(cluster: Harness, stub: Stub, session: str, turn_id: str, sampling: pb.Sampling) -> list[int]:
     """Begin a turn at the first router, and lose that router in its middle: what the client has seen."""
     request = pb.GenerateRequest(session_id=session, text=" more", sampling=sampling, request_id=turn_id)
