@@ -21,7 +21,7 @@ def turn_us(history_len: int, page_size: int) -> float:
     history = new_tokens([i % 1000 for i in range(history_len)])
     cache.resume("s", "fill", history, 0)
     cache.extend("s", history_len)
-    cache.commit("s", history)
+    cache.commit({"s": history})
     cache.finish("s", "fill", Outcome.COMPLETED)
     delta = new_tokens(range(2000, 2016))
     whole = history + delta
@@ -32,7 +32,7 @@ def turn_us(history_len: int, page_size: int) -> float:
         cache.free_tail("s", history_len)
         cache.resume("s", str(i), whole, history_len, match_prefix=False)
         cache.extend("s", 16)
-        cache.commit("s", delta)
+        cache.commit({"s": delta})
         cache.finish("s", str(i), Outcome.COMPLETED)
         times.append((time.perf_counter_ns() - began) / 1000)
         cache.take_table_updates()

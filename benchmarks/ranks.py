@@ -33,7 +33,7 @@ HOST = "127.0.0.1"
 CONFIG = EngineConfig(
     max_total_tokens=65_536, max_running_requests=64, max_sessions=2048, rank_lease_s=10.0, collective_timeout_s=60.0
 )
-STEPS, WARM_UP = 150, 10
+STEPS, WARM_UP, ROUNDS = 150, 10, 3
 PROMPT = 64
 CONTROLS = 200
 
@@ -152,6 +152,7 @@ async def measure_steps(size: int, batch: int) -> dict[str, Any]:
         if server._group is not None:
             timers.around(server._group, "all_reduce", "collectives")
             timers.around(server._group, "gather", "collectives")
+        timers.around(leader.scheduler, "commit", "collect")
         timers.around(leader, "_collect", "collect")
         leader._send = server._links.send
         first = leader.counters["steps"]
@@ -241,12 +242,23 @@ async def echo() -> None:
     await server.wait_for_termination()
 
 
+async def measure_overhead(batch: int, figures: dict[str, Any]) -> dict[str, Any]:
+    """What plan, log and collect take more at two ranks than at one, in round trips of the same minute."""
+    ratios = []
+    for _ in range(ROUNDS):
+        floor_us = (await grpc_floor())["p50"]
+        alone, both = [await measure_steps(size, batch) for size in (1, 2)]
+        figures[f"step, 1 ranks, batch {batch}"], figures[f"step, 2 ranks, batch {batch}"] = alone, both
+        spent, base = both["us of a step"], alone["us of a step"]
+        ratios.append(round(sum(spent[part] - base[part] for part in ("plan", "log", "collect")) / floor_us, 2))
+    return {"gRPC stream round trips": statistics.median(ratios), "each of": ratios}
+
+
 async def measure() -> dict[str, Any]:
     figures: dict[str, Any] = {"what": "bundled model, fp32 on CPU, one thread a rank, decode at 64 to 300 tokens"}
     figures["us of a gRPC stream round trip (floor)"] = await grpc_floor()
-    for size in (1, 2):
-        for batch in (1, 64):
-            figures[f"step, {size} ranks, batch {batch}"] = await measure_steps(size, batch)
+    for batch in (1, 64):
+        figures[f"control overhead of 2 ranks, batch {batch}"] = await measure_overhead(batch, figures)
     for size in (1, 2, 4):
         for load in (0, 8):
             name = f"us of a control call, {size} ranks, {'idle' if not load else f'{load} turns running'}"

@@ -61,11 +61,11 @@ class Follower:
         cache, batch = self.rank.cache, entry.batch
         self.rank.compute(
             Batch(
-                list(batch.rows),
-                list(batch.starts),
-                list(batch.counts),
+                unpack_tokens(batch.rows).tolist(),
+                unpack_tokens(batch.starts).tolist(),
+                unpack_tokens(batch.counts).tolist(),
                 unpack_tokens(batch.tokens),
-                list(batch.logit_rows),
+                unpack_tokens(batch.logit_rows).tolist(),
             ),
             list(cache.pending_copies),
             cache.take_table_updates(),

@@ -262,11 +262,11 @@ class Leader:
         if not ops and not batch.rows:
             return
         message = rank_pb2.Batch(
-            rows=batch.rows,
-            starts=batch.starts,
-            counts=batch.counts,
+            rows=pack_tokens(array("i", batch.rows)),
+            starts=pack_tokens(array("i", batch.starts)),
+            counts=pack_tokens(array("i", batch.counts)),
             tokens=pack_tokens(batch.tokens),
-            logit_rows=batch.logit_rows,
+            logit_rows=pack_tokens(array("i", batch.logit_rows)),
         )
         assert self._send is not None, "a group's leader can reach its followers"
         self._send(self.log.append(ops, message, self.cache.digest()))
@@ -324,6 +324,7 @@ class Leader:
         batch = Batch.of(step.work)
         self._write_log(batch)
         result = self.rank.apply(step, batch)
+        self.scheduler.commit(step)
         for work in step.work:
             self._collect(work, result)
         self.counters["steps"] += bool(step.work)
@@ -345,7 +346,6 @@ class Leader:
     def _collect(self, work: Work, result: StepResult) -> None:
         turn = work.turn
         update = self._update_of(turn)
-        self.scheduler.commit(work)
         self.counters["computed_tokens"] += work.count
         update.input_logprobs += result.input_logprobs.get(turn.turn_id, [])
         if not work.samples:

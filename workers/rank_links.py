@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,8 @@ class RankLinks:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[int, asyncio.Queue[rank_pb2.LeaderMessage]] = {}
-        self._waiting: list[rank_pb2.LeaderMessage] = []
-        self._lock = threading.Lock()
+        self._entries: queue.SimpleQueue[rank_pb2.LeaderMessage | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hand_over, name="holdfast-rank-links", daemon=True)
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -48,15 +49,11 @@ class RankLinks:
             self._outboxes[rank] = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._read(rank, call, writer)))
             self._tasks.append(asyncio.create_task(self._write(rank, call)))
+        self._thread.start()
 
     def send(self, entry: rank_pb2.Entry) -> None:
         """Called in the leader's thread; returns at once."""
-        message = rank_pb2.LeaderMessage(entry=entry)
-        with self._lock:
-            self._waiting.append(message)
-            if len(self._waiting) > 1:
-                return  # whoever was called for the first takes them all
-        self._loop.call_soon_threadsafe(self._take)
+        self._entries.put(rank_pb2.LeaderMessage(entry=entry))
 
     def expect_end(self) -> None:
         self._stopping = True
@@ -64,6 +61,9 @@ class RankLinks:
     async def stop(self) -> None:
         """End the streams: the followers end with them, unless they were stopped before."""
         self._stopping = True
+        if self._thread.is_alive():
+            self._entries.put(None)
+            await asyncio.to_thread(self._thread.join)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,12 +92,15 @@ class RankLinks:
         self.hellos[rank] = message.hello
         return call
 
-    def _take(self) -> None:
-        with self._lock:
-            messages, self._waiting = self._waiting, []
-        for message in messages:
-            for outbox in self._outboxes.values():
-                outbox.put_nowait(message)
+    def _hand_over(self) -> None:
+        """Entries go to the event loop by a thread of their own: waking the loop costs its caller the GIL,
+        which the leader would have to win back; this thread takes it while the leader computes."""
+        while (message := self._entries.get()) is not None:
+            self._loop.call_soon_threadsafe(self._take, message)
+
+    def _take(self, message: rank_pb2.LeaderMessage) -> None:
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(message)
 
     async def _write(self, rank: int, call: Any) -> None:
         outbox = self._outboxes[rank]

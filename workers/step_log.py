@@ -13,15 +13,14 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 from holdfast.errors import RankDiverged
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.kv import AuditReport, Outcome, SessionCache, Slot
-from workers.kv.sessions import new_tokens
 
 Acks: TypeAlias = dict[int, rank_pb2.Ack]
 """By rank."""
@@ -30,51 +29,21 @@ MAX_LAG = 1024
 falls this far behind has stopped."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """Extends, or commits, that follow each other: most of what happens, kept as lists until it is sent."""
-
-    kind: str
-    session_ids: list[str] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    tokens: array[int] = field(default_factory=new_tokens)
-
-    def op(self) -> rank_pb2.Op:
-        if self.kind == "extend":
-            return rank_pb2.Op(extend=rank_pb2.ExtendOp(session_ids=self.session_ids, num_tokens=self.num_tokens))
-        tokens = pack_tokens(self.tokens)
-        commit = rank_pb2.CommitOp(session_ids=self.session_ids, num_tokens=self.num_tokens, tokens=tokens)
-        return rank_pb2.Op(commit=commit)
-
-
 class RecordedCache(SessionCache):
     """The leader's cache. Remembers what was done to it; what fails changes nothing and is not remembered."""
 
     def __init__(self, num_pages: int, page_size: int, max_slots: int = 1024) -> None:
         super().__init__(num_pages, page_size, max_slots)
         self._ops: list[rank_pb2.Op] = []
-        self._run: _Run | None = None
 
     def record(self, op: rank_pb2.Op) -> None:
         """Add an operation: one just done, or one that is not the cache's own (an audit, a measurement)."""
-        self._end_run()
         self._ops.append(op)
 
     def take_ops(self) -> list[rank_pb2.Op]:
         """What was done since the last call, in order."""
-        self._end_run()
         ops, self._ops = self._ops, []
         return ops
-
-    def _new_run(self, kind: str) -> _Run:
-        self._end_run()
-        self._run = _Run(kind)
-        return self._run
-
-    def _end_run(self) -> None:
-        if self._run is not None:
-            self._ops.append(self._run.op())
-            self._run = None
 
     def open(self, session_id: str, tenant: str = "", *, ephemeral: bool = False) -> Slot:
         known = session_id in self.slots
@@ -97,20 +66,28 @@ class RecordedCache(SessionCache):
 
     def extend(self, session_id: str, num_tokens: int) -> None:
         super().extend(session_id, num_tokens)
-        run = self._run
-        if run is None or run.kind != "extend":
-            run = self._new_run("extend")
-        run.session_ids.append(session_id)
-        run.num_tokens.append(num_tokens)
+        self._record_extend([session_id], num_tokens)
 
-    def commit(self, session_id: str, tokens: array[int]) -> None:
-        super().commit(session_id, tokens)
-        run = self._run
-        if run is None or run.kind != "commit":
-            run = self._new_run("commit")
-        run.session_ids.append(session_id)
-        run.num_tokens.append(len(tokens))
-        run.tokens.extend(tokens)
+    def extend_by_one(self, session_ids: Sequence[str]) -> int:
+        num_done = super().extend_by_one(session_ids)
+        if num_done:
+            self._record_extend(session_ids[:num_done], 1)
+        return num_done
+
+    def _record_extend(self, session_ids: Sequence[str], num_tokens: int) -> None:
+        self.record(rank_pb2.Op(extend=rank_pb2.ExtendOp(rows=self._rows_of(session_ids), num_tokens=num_tokens)))
+
+    def _rows_of(self, session_ids: Iterable[str]) -> bytes:
+        slots = self.slots
+        return pack_tokens(array("i", [slots[session_id].row for session_id in session_ids]))
+
+    def commit(self, computed: Mapping[str, array[int]]) -> None:
+        super().commit(computed)
+        if computed:
+            counts = pack_tokens(array("i", [len(tokens) for tokens in computed.values()]))
+            tokens = b"".join([pack_tokens(tokens) for tokens in computed.values()])
+            op = rank_pb2.CommitOp(rows=self._rows_of(computed), counts=counts, tokens=tokens)
+            self.record(rank_pb2.Op(commit=op))
 
     def finish(self, session_id: str, turn_id: str, outcome: Outcome, known: array[int] | None = None) -> None:
         super().finish(session_id, turn_id, outcome, known)
@@ -247,13 +224,16 @@ class LogReader:
 def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
     match kind:
         case "extend":
-            for session_id, count in zip(op.extend.session_ids, op.extend.num_tokens, strict=True):
-                cache.extend(session_id, count)
+            session_ids = _session_ids(cache, op.extend.rows)
+            if len(session_ids) == 1:
+                cache.extend(session_ids[0], op.extend.num_tokens)
+            elif op.extend.num_tokens != 1 or cache.extend_by_one(session_ids) != len(session_ids):
+                raise ValueError(f"{len(session_ids)} slots cannot be extended by {op.extend.num_tokens}")
         case "commit":
-            tokens, start = unpack_tokens(op.commit.tokens), 0
-            for session_id, count in zip(op.commit.session_ids, op.commit.num_tokens, strict=True):
-                cache.commit(session_id, tokens[start : start + count])
-                start += count
+            tokens, ends = unpack_tokens(op.commit.tokens), list(accumulate(unpack_tokens(op.commit.counts)))
+            spans = zip([0, *ends], ends, strict=False)
+            parts = (tokens[start:end] for start, end in spans)
+            cache.commit(dict(zip(_session_ids(cache, op.commit.rows), parts, strict=True)))
         case "open":
             cache.open(op.open.session_id, op.open.tenant, ephemeral=op.open.ephemeral)
         case "resume":
@@ -274,6 +254,10 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
             cache.flush()
         case _:
             raise ValueError(f"unknown operation {kind}")
+
+
+def _session_ids(cache: SessionCache, rows: bytes) -> list[str]:
+    return [cache.by_row[row].session_id for row in unpack_tokens(rows)]
 
 
 def audit_message(report: AuditReport) -> worker_pb2.AuditReport:

@@ -54,7 +54,7 @@ class PagedModel:
         )
         with torch.inference_mode():
             logits = self.decoder.forward(batch, self.kv)
-        self.cache.commit("s", new_tokens(tokens))
+        self.cache.commit({"s": new_tokens(tokens)})
         return logits
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.errors import HoldfastError, RankDiverged, SessionBusy, StaleEpoch
+from holdfast.tokens import pack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
 from tests.workers.engine import SMALL, Engine
 from tests.workers.groups import GroupEngine
@@ -288,8 +289,8 @@ def test_an_entry_of_another_incarnation_is_refused() -> None:
 def test_an_entry_that_cannot_be_applied_is_refused_not_half_believed() -> None:
     cache = RecordedCache(8, 4)
     reader, writer = LogReader(RecordedCache(8, 4), 1), LogWriter(1, 1)
-    op = rank_pb2.Op(extend=rank_pb2.ExtendOp(session_ids=["nobody"], num_tokens=[1]))
-    with pytest.raises(RankDiverged, match="entry 1 cannot be applied: SessionNotFound"):
+    op = rank_pb2.Op(extend=rank_pb2.ExtendOp(rows=pack_tokens(new_tokens([3])), num_tokens=1))
+    with pytest.raises(RankDiverged, match=r"entry 1 cannot be applied: KeyError\(3\)"):
         reader.play(writer.append([op], None, cache.digest()))
 
 

@@ -38,7 +38,8 @@ class Played:
         for work in step.work:
             slot = self.cache.slots[work.turn.session_id]
             assert work.start == slot.committed_len and work.start + work.count <= slot.allocated_len
-            self.scheduler.commit(work)
+        self.scheduler.commit(step)
+        for work in step.work:
             if work.samples:
                 work.turn.tokens.append(sum(work.turn.tokens) % 5)
                 if work.turn.num_output >= work.turn.params.max_tokens:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -104,6 +104,7 @@ class SessionCache:
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex(self.pool, digest)
         self.slots: dict[str, Slot] = {}
+        self.by_row: dict[int, Slot] = {}
         self.pending_copies: list[PageCopy] = []
         self._table_updates: list[TableUpdate] = []
         self._free_rows = list(range(max_slots - 1, -1, -1))
@@ -166,8 +167,29 @@ class SessionCache:
         Evicts cached pages, then idle slots, least recently used first. A shared partial page is
         replaced by a copy before it can be written (law L4). Raises OutOfPages, with nothing changed.
         """
-        slot = self._slot(session_id)
-        assert slot.running, f"session {session_id} has no running turn to extend"
+        self._extend(self._slot(session_id), num_tokens)
+
+    def extend_by_one(self, session_ids: Sequence[str]) -> int:
+        """``extend`` each by one position, in order, until there is no page for one.
+
+        Returns how many were extended. This is all that most steps do, once for every decoding turn.
+        """
+        size, refcounts = self.page_size, self.pool.refcounts
+        for num_done, session_id in enumerate(session_ids):
+            slot = self._slot(session_id)
+            at = slot.committed_len
+            if at % size and refcounts[slot.pages[at // size]] == 1 and slot.running:
+                slot.allocated_len = max(slot.allocated_len, at + 1)
+                self._touch(slot)
+                continue
+            try:
+                self._extend(slot, 1)
+            except OutOfPages:
+                return num_done
+        return len(session_ids)
+
+    def _extend(self, slot: Slot, num_tokens: int) -> None:
+        assert slot.running, f"session {slot.session_id} has no running turn to extend"
         size, wanted_len = self.page_size, slot.committed_len + num_tokens
         num_new = max(0, -(-wanted_len // size) - len(slot.pages))
         copy_on_write = (
@@ -186,11 +208,14 @@ class SessionCache:
         slot.allocated_len = max(slot.allocated_len, wanted_len)
         self._touch(slot)
 
-    def commit(self, session_id: str, tokens: array[int]) -> None:
-        """The KV of ``tokens``, at the next positions, is computed. Pages that fill up are indexed."""
-        slot = self._slot(session_id)
+    def commit(self, computed: Mapping[str, array[int]]) -> None:
+        """The KV of these tokens, at each session's next positions, is computed. Pages that fill up are indexed."""
+        for session_id, tokens in computed.items():
+            self._commit(self._slot(session_id), tokens)
+
+    def _commit(self, slot: Slot, tokens: array[int]) -> None:
         start, end = slot.committed_len, slot.committed_len + len(tokens)
-        assert slot.running, f"session {session_id} has no running turn to commit to"
+        assert slot.running, f"session {slot.session_id} has no running turn to commit to"
         assert end <= slot.allocated_len, f"commit to {end} past the allocated {slot.allocated_len}"
         if end > len(slot.tokens):
             del slot.tokens[start:]
@@ -339,7 +364,7 @@ class SessionCache:
         if len(self._touched) >= self._max_touched:
             self.digest()  # so that what was touched stays bounded where nobody asks for the digest
         slot = Slot(session_id, tenant, self._free_rows.pop(), ephemeral)
-        self.slots[session_id] = slot
+        self.slots[session_id] = self.by_row[slot.row] = slot
         self._idle[session_id] = slot
         self._touch(slot)
         return slot
@@ -455,5 +480,5 @@ class SessionCache:
     def _drop(self, slot: Slot) -> None:
         self._cut(slot, 0)
         self._idle.pop(slot.session_id, None)
-        del self.slots[slot.session_id]
+        del self.slots[slot.session_id], self.by_row[slot.row]
         self._free_rows.append(slot.row)

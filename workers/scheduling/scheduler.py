@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
@@ -89,9 +90,7 @@ class Scheduler:
     def plan(self) -> Step:
         """The next step. Pages are held for all of its work when this returns."""
         work: dict[str, Work] = {}
-        for turn in sorted(self.running.values(), key=lambda t: t.arrival):
-            if turn.turn_id in self.running and self._todo(turn) == 1:
-                self._plan_decode(turn, work)
+        self._plan_decodes(work)
         budget = max(0, self.limits.step_tokens - len(work))
         # Newcomers get a share of what the prompts under way get: none waits for a long one's end.
         num_prefills = sum(self._todo(turn) > 1 for turn in self.running.values())
@@ -99,10 +98,9 @@ class Scheduler:
         self._plan_prefills(work, budget)
         return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
 
-    def commit(self, work: Work) -> None:
-        """The work's tokens are computed."""
-        end = work.start + work.count
-        self.cache.commit(work.turn.session_id, work.turn.tokens[work.start : end])
+    def commit(self, step: Step) -> None:
+        """The step's tokens are computed."""
+        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in step.work})
 
     def finish(self, turn: Turn, outcome: Outcome) -> None:
         """End a turn, wherever it is: waiting, running or retracted (law L7). Again: nothing happens."""
@@ -131,18 +129,18 @@ class Scheduler:
         start = slot.committed_len
         return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
 
-    def _plan_decode(self, turn: Turn, work: dict[str, Work]) -> None:
-        while True:
-            try:
-                self.cache.extend(turn.session_id, 1)
-            except OutOfPages:
-                youngest = max(self.running.values(), key=lambda t: t.arrival)
-                self._retract(youngest, work)
-                if youngest is turn:
-                    return
-            else:
+    def _plan_decodes(self, work: dict[str, Work]) -> None:
+        decodes = [turn for turn in self.running.values() if self._todo(turn) == 1]
+        decodes.sort(key=attrgetter("arrival"))
+        while decodes:
+            num_done = self.cache.extend_by_one([turn.session_id for turn in decodes])
+            for turn in decodes[:num_done]:
                 work[turn.turn_id] = self._work(turn, 1)
-                return
+            decodes = decodes[num_done:]
+            if decodes:
+                youngest = max(self.running.values(), key=attrgetter("arrival"))
+                self._retract(youngest, work)
+                decodes = [turn for turn in decodes if turn is not youngest]
 
     def _retract(self, turn: Turn, work: dict[str, Work]) -> None:
         work.pop(turn.turn_id, None)

@@ -110,22 +110,22 @@ class ResumeOp(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., turn_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., keep_len: _Optional[int] = ..., match_prefix: bool = ...) -> None: ...
 
 class ExtendOp(_message.Message):
-    __slots__ = ("session_ids", "num_tokens")
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("rows", "num_tokens")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    session_ids: _containers.RepeatedScalarFieldContainer[str]
-    num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    rows: bytes
+    num_tokens: int
+    def __init__(self, rows: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class CommitOp(_message.Message):
-    __slots__ = ("session_ids", "num_tokens", "tokens")
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("rows", "counts", "tokens")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    session_ids: _containers.RepeatedScalarFieldContainer[str]
-    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    rows: bytes
+    counts: bytes
     tokens: bytes
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, rows: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class FinishOp(_message.Message):
     __slots__ = ("session_id", "turn_id", "outcome", "known")
@@ -184,12 +184,12 @@ class Batch(_message.Message):
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_ROWS_FIELD_NUMBER: _ClassVar[int]
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    starts: _containers.RepeatedScalarFieldContainer[int]
-    counts: _containers.RepeatedScalarFieldContainer[int]
+    rows: bytes
+    starts: bytes
+    counts: bytes
     tokens: bytes
-    logit_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rows: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[bytes] = ..., logit_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    logit_rows: bytes
+    def __init__(self, rows: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., logit_rows: _Optional[bytes] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("index", "digest", "pages_freed", "audit")

@@ -26,10 +26,10 @@ def run_turn(cache: SessionCache, session: str, turn: str, tokens: list[int], ke
     full = new_tokens(tokens)
     cached = cache.resume(session, turn, full, keep_len)
     cache.extend(session, len(tokens) - cached)
-    cache.commit(session, full[cached:])
+    cache.commit({session: full[cached:]})
     for i in range(new - 1):
         cache.extend(session, 1)
-        cache.commit(session, new_tokens([9000 + i]))
+        cache.commit({session: new_tokens([9000 + i])})
     cache.finish(session, turn, Outcome.COMPLETED, known=new_tokens([9000 + new - 1]))
     cache.finish_copies(len(cache.pending_copies))
     assert cache.audit().ok, cache.audit()
@@ -46,12 +46,12 @@ def test_a_speculation_allocates_ahead_and_commits_fewer(page_size: int) -> None
     prompt = new_tokens(range(10))
     cache.resume("s", "t", prompt, 0)
     cache.extend("s", 10)
-    cache.commit("s", prompt)
+    cache.commit({"s": prompt})
     num_draft, committed = 5, 10
     for accepted in (2, 6, 1, 3):
         cache.extend("s", num_draft + 1)
         assert slot.allocated_len == committed + num_draft + 1
-        cache.commit("s", new_tokens(range(100, 100 + accepted)))
+        cache.commit({"s": new_tokens(range(100, 100 + accepted))})
         committed += accepted
         assert slot.committed_len == committed
         assert len(slot.pages) >= pages(committed, page_size)
@@ -69,7 +69,7 @@ def test_b_retracted_turn_returns_with_the_logit_reserve(page_size: int) -> None
     tokens = new_tokens(range(33))
     cache.resume("s", "t", tokens, 0)
     cache.extend("s", 33)
-    cache.commit("s", tokens)
+    cache.commit({"s": tokens})
     for round_trip in range(5):
         cache.finish("s", "t", Outcome.RETRACTED)
         assert (slot.committed_len, len(slot.pages)) == (33, pages(33, page_size))
@@ -77,7 +77,7 @@ def test_b_retracted_turn_returns_with_the_logit_reserve(page_size: int) -> None
         assert cached == 32, f"round trip {round_trip}"
         cache.extend("s", 1)
         assert len(slot.pages) == pages(33, page_size)
-        cache.commit("s", tokens[32:])
+        cache.commit({"s": tokens[32:]})
         cache.finish_copies(len(cache.pending_copies))
         assert cache.audit().ok
     cache.finish("s", "t", Outcome.ABORTED)
@@ -118,7 +118,7 @@ def test_d_chunked_prefill_keeps_its_place_between_chunks(page_size: int) -> Non
         chunk = tokens[start : start + 7]
         assert cache.resume("s", "t", tokens, 0) == start, "resuming a running turn changes nothing"
         cache.extend("s", len(chunk))
-        cache.commit("s", chunk)
+        cache.commit({"s": chunk})
         assert slot.committed_len == start + len(chunk)
         assert len(slot.pages) == pages(slot.committed_len, page_size)
         assert cache.audit().ok
@@ -139,7 +139,7 @@ def test_e_audit_counts_lent_slots_once_while_turns_run(page_size: int) -> None:
         assert report.ok and report.num_running == i + 1
         cache.extend(f"s{i}", 5)
         assert cache.audit().ok
-        cache.commit(f"s{i}", tokens[2 * page_size :])
+        cache.commit({f"s{i}": tokens[2 * page_size :]})
         assert cache.audit().ok
     leak = next(p for p, n in enumerate(cache.pool.refcounts) if n > 1)
     cache.pool.refcounts[leak] += 1
@@ -173,7 +173,7 @@ def test_f_cut_inside_a_private_page_frees_whole_pages_only(page_size: int) -> N
     cache.extend("s", 3 * page_size)
     slot = cache.slots["s"]
     # Nothing is committed to the last two pages: they are private, and a cut frees them.
-    cache.commit("s", tokens[: page_size + page_size // 2])
+    cache.commit({"s": tokens[: page_size + page_size // 2]})
     first = slot.pages[: pages(page_size + page_size // 2, page_size)]
     free_before = cache.pool.num_free
     cache.finish("s", "t", Outcome.COMPLETED)
@@ -200,7 +200,7 @@ def test_f_cut_inside_a_shared_prefix_page_copies_before_writing(page_size: int)
         (copy,) = cache.pending_copies
         assert copy.source == a.pages[1] and copy.target == b.pages[1] != a.pages[1]
     assert a.pages[0] == b.pages[0]
-    cache.commit("b", edited[cut:])
+    cache.commit({"b": edited[cut:]})
     assert cache.audit().ok
     cache.finish_copies(len(cache.pending_copies))
     assert cache.audit().ok
@@ -220,7 +220,7 @@ def test_g_release_at_any_moment_and_twice(page_size: int, moment: str) -> None:
         cache.finish("s", "t2", Outcome.RETRACTED)
     if moment == "mid-decode":
         cache.extend("s", len(tokens) - cache.slots["s"].committed_len)
-        cache.commit("s", tokens[cache.slots["s"].committed_len :])
+        cache.commit({"s": tokens[cache.slots["s"].committed_len :]})
         cache.extend("s", 1)
     if moment != "idle":
         with pytest.raises(SessionBusy):
@@ -253,7 +253,7 @@ def test_h_abort_of_the_first_turn_leaves_an_empty_session(page_size: int) -> No
     tokens = new_tokens(range(3 * page_size))
     cache.resume("s", "t1", tokens, 0)
     cache.extend("s", len(tokens))
-    cache.commit("s", tokens[: 2 * page_size - 1 or 1])
+    cache.commit({"s": tokens[: 2 * page_size - 1 or 1]})
     cache.finish("s", "t1", Outcome.ABORTED)
     assert (slot.committed_len, slot.allocated_len, slot.pages, len(slot.tokens)) == (0, 0, [], 0)
     assert cache.audit().ok
@@ -273,7 +273,7 @@ def test_h_abort_of_the_nth_turn_goes_back_to_the_last_good_one(page_size: int, 
     doomed = new_tokens(tokens + [666] * 50)
     cache.resume("s", "doomed", doomed, len(tokens))
     cache.extend("s", 51)
-    cache.commit("s", doomed[len(tokens) - 1 : len(tokens) + 20])
+    cache.commit({"s": doomed[len(tokens) - 1 : len(tokens) + 20]})
     cache.finish("s", "doomed", Outcome.ABORTED)
     slot = cache.slots["s"]
     assert slot.tokens == new_tokens(tokens)

@@ -158,9 +158,30 @@ class KVCore(RuleBasedStateMachine):
         assert slot.pages[: len(full)] == full, "entries were replaced (L2)"
         self.apply_step()
         self.write(session, slot.committed_len, todo)
-        self.cache.commit(session, new_tokens(todo[: max(1, len(todo) - num_refused)]))
+        self.cache.commit({session: new_tokens(todo[: max(1, len(todo) - num_refused)])})
         self.forget_evicted()
         return True
+
+    @precondition(lambda self: any(m.running for m in self.model.values()))
+    @rule()
+    def decode_all(self) -> None:
+        """One token of every running turn, as most steps do: in bulk, until the pages run out."""
+        running = sorted(s for s, m in self.model.items() if m.running)
+        todo = {}
+        for session in running:
+            turn, slot = self.model[session].turn, self.cache.slots[session]
+            assert turn is not None
+            if len(turn) == slot.committed_len:
+                turn.append(len(turn) % 2)
+            todo[session] = turn[slot.committed_len : slot.committed_len + 1]
+        num_done = self.cache.extend_by_one(running)
+        if num_done < len(running):
+            self.really_out_of_pages(running[num_done], 1)
+        self.apply_step()
+        for session in running[:num_done]:
+            self.write(session, self.cache.slots[session].committed_len, todo[session])
+        self.cache.commit({session: new_tokens(todo[session]) for session in running[:num_done]})
+        self.forget_evicted()
 
     def really_out_of_pages(self, session: str, num_tokens: int) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
