@@ -28,7 +28,10 @@ class Control:
         self._gateway = gateway
 
     async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
-        return (await self._gateway.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)).record
+        """Raises SessionReleased."""
+        session = await self._gateway.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)
+        # What this router remembers may have been released, or gone on, by another.
+        return await self._gateway.journal.load(session.session_id, tenant)
 
     async def release(self, session_id: str, tenant: str, mode: int = session_pb2.RELEASE_MODE_NOW) -> int:
         """Tombstone first, then free the worker's pages. Returns the pages freed.

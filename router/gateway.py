@@ -162,7 +162,7 @@ class Gateway:
             self.metrics.rejected.inc()
             raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
         if request.turn_id in self._live:
-            raise InvalidRequest(f"request id {request.turn_id} is that of a request that runs")
+            raise SessionBusy(f"request {request.turn_id} runs already; resume it, or send another id")
         self._num_turns += 1
         session = None
         try:
@@ -420,7 +420,9 @@ class Gateway:
 
     async def _roll_back(self, turn: _Live, session: Session) -> None:
         try:
-            await self.journal.abort_turn(session.session_id, turn.request.turn_id)
+            if not await self.journal.abort_turn(session.session_id, turn.request.turn_id):
+                # Done after all, or another router's by now: what is known here may be out of date.
+                self.sessions.forget(session.session_id)
         except (SessionNotFound, SessionReleased):
             pass
         except HoldfastError as error:

@@ -89,8 +89,11 @@ class Journal(Protocol):
     async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
         """The turn's tokens become the session's. ``finish``: why it ended."""
 
-    async def abort_turn(self, session_id: str, turn_id: str) -> None:
-        """Back to the last good turn. Again, or unknown: nothing happens."""
+    async def abort_turn(self, session_id: str, turn_id: str) -> bool:
+        """Back to the last good turn, if the turn runs and is this router's; returns whether it was.
+
+        Not fenced by the epoch: whoever ends a turn may not know what became of its last pin.
+        """
 
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         """Keep the first ``keep_len`` tokens. Raises SessionBusy."""

@@ -166,8 +166,9 @@ return {0}
     "abort": """
 local r, err = row()
 if not r then return err end
-if r.turn == ARGV[2] then forget_turn() end
-return {0}
+if r.turn ~= ARGV[2] or r.router ~= ARGV[3] then return {0, 0} end
+forget_turn()
+return {0, 1}
 """,
     "cut": """
 local r, err = fenced(ARGV[2])
@@ -284,8 +285,8 @@ class RedisJournal:
     async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
         await self._run("complete", session_id, "", epoch, turn_id, finish)
 
-    async def abort_turn(self, session_id: str, turn_id: str) -> None:
-        await self._run("abort", session_id, "", turn_id)
+    async def abort_turn(self, session_id: str, turn_id: str) -> bool:
+        return bool((await self._run("abort", session_id, "", turn_id, self.router))[1])
 
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         await self._run("cut", session_id, "", epoch, keep_len)

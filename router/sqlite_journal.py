@@ -191,8 +191,8 @@ class SqliteJournal:
     async def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:
         await self._call(self._complete_turn, session_id, epoch, turn_id, finish)
 
-    async def abort_turn(self, session_id: str, turn_id: str) -> None:
-        await self._call(self._abort_turn, session_id, turn_id)
+    async def abort_turn(self, session_id: str, turn_id: str) -> bool:
+        return await self._call(self._abort_turn, session_id, turn_id)
 
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         await self._call(self._cut, session_id, epoch, keep_len)
@@ -247,9 +247,7 @@ class SqliteJournal:
     def _own(self, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
         """The session, this router's from now on; and the turn that was left open by the one before."""
         record = self._load(session_id, tenant)
-        router, turn_id = self._db.execute(
-            "SELECT router, turn_id FROM sessions WHERE session_id = ?", (session_id,)
-        ).fetchone()
+        router, turn_id = self._router_of(session_id), self._row(session_id)[5]
         if router == self.router:
             return record, ""
         if turn_id and self._lives(router):
@@ -259,6 +257,10 @@ class SqliteJournal:
             "UPDATE sessions SET router = ?, epoch = ? WHERE session_id = ?", (self.router, record.epoch, session_id)
         )
         return record, turn_id
+
+    def _router_of(self, session_id: str) -> str:
+        row = self._db.execute("SELECT router FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        return str(row[0])
 
     def _adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
         self._load(session_id, tenant)
@@ -344,10 +346,11 @@ class SqliteJournal:
         )
         self._forget_turn(session_id)
 
-    def _abort_turn(self, session_id: str, turn_id: str) -> None:
-        row = self._row(session_id)
-        if row[5] == turn_id:
+    def _abort_turn(self, session_id: str, turn_id: str) -> bool:
+        ours = self._row(session_id)[5] == turn_id and self._router_of(session_id) == self.router
+        if ours:
             self._forget_turn(session_id)
+        return ours
 
     def _forget_turn(self, session_id: str) -> None:
         self._db.execute("DELETE FROM turn_tokens WHERE session_id = ?", (session_id,))

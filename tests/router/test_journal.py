@@ -287,6 +287,27 @@ async def test_what_a_dead_router_ran_is_rolled_back(journal: Journal, connect: 
             await late
 
 
+async def test_a_router_that_wakes_cannot_roll_back_the_turn_that_another_went_on_with(
+    journal: Journal, connect: Connect
+) -> None:
+    other = await connect()
+    await take(journal)
+    await journal.begin_turn("s", 0, "t", 0, ids(3), b"")
+    assert isinstance(journal, SqliteJournal | RedisJournal) and journal._beats is not None
+    journal._beats.cancel()
+    for _ in range(200):
+        try:
+            adopted = await other.adopt_turn("s", "me", "t")
+            break
+        except SessionBusy:
+            await asyncio.sleep(LEASE_S / 20)
+    assert not await journal.abort_turn("s", "t")
+    await other.append("s", adopted.session.epoch, "t", 1, [4])
+    await other.complete_turn("s", adopted.session.epoch, "t", "stop")
+    assert not await other.abort_turn("s", "t"), "it is done"
+    assert (await other.load("s", "me")).tokens == ids(3, 4)
+
+
 async def test_two_routers_race_for_a_session_and_one_turn_runs(connect: Connect) -> None:
     routers = [await connect() for _ in range(4)]
 

@@ -1,0 +1,131 @@
+"""What goes wrong in a run: chosen by the seed, at times and at callbacks chosen by the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.loop import Process
+
+CALLBACKS = (300, 15_000)
+
+
+class Faults:
+    """Strikes ``count`` times, then stops; ``heal`` ends what lasts."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random, count: int) -> None:
+        self.cluster, self.rng = cluster, rng
+        self._kinds = [
+            (self.kill, 5),
+            (self.pause, 3),
+            (self.cut, 4),
+            (self.disk_fails, 1),
+            (self.disk_is_slow, 1),
+            (self.answers_get_lost, 1),
+            (self.network_is_slow, 1),
+            (self.drain, 1),
+        ]
+        # Some strike between any two callbacks, the rest at any time.
+        self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
+        self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))
+        cluster.loop.on_callback = self._on_callback
+
+    async def run(self) -> None:
+        for at in self._at_times:
+            await asyncio.sleep(max(0.0, at - self.cluster.loop.time()))
+            self.strike()
+
+    def heal(self) -> None:
+        self._at_callbacks.clear()
+        cluster = self.cluster
+        cluster.trace("all faults are healed")
+        cluster.network.heal()
+        cluster.network.latency_s = (0.0002, 0.002)
+        cluster.disk.fails = cluster.disk.loses_answers = 0.0
+        cluster.disk.latency_s = (0.0002, 0.002)
+        for process in [*cluster.processes(), cluster.supervisor]:
+            if process.paused:
+                process.resume()
+
+    def strike(self) -> None:
+        kinds, weights = zip(*self._kinds, strict=True)
+        self.rng.choices(kinds, weights)[0]()
+
+    def _on_callback(self, count: int) -> None:
+        while self._at_callbacks and count >= self._at_callbacks[0]:
+            self._at_callbacks.pop(0)
+            self.strike()
+
+    # ---- the faults ---------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.cluster.kill(self.rng.choice(self.cluster.processes()))
+
+    def pause(self) -> None:
+        process = self.rng.choice([*self.cluster.processes(), self.cluster.supervisor])
+        if not process.paused and process.alive:
+            seconds = self.rng.choice((0.3, 1.0, 3.0, 6.0))
+            self.cluster.trace(f"{process.name} stops for {seconds} s")
+            process.pause()
+            self._later(seconds, lambda: self._wake(process))
+
+    def _wake(self, process: Process) -> None:
+        if process.paused and process.alive:
+            self.cluster.trace(f"{process.name} wakes")
+            process.resume()
+
+    def cut(self) -> None:
+        hosts = [router.host for router in self.cluster.routers]
+        ranks = [rank.host for worker in self.cluster.workers for rank in worker.ranks]
+        one, other = self.rng.choice(hosts + ranks), self.rng.choice(ranks)
+        ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
+        for source, target in ways:
+            self.cluster.trace(f"nothing gets from {source} to {target}")
+            self.cluster.network.cut(source, target)
+        self._later(self.rng.choice((0.3, 1.0, 3.0, 6.0)), self._heal_network)
+
+    def _heal_network(self) -> None:
+        self.cluster.trace("the network is whole")
+        self.cluster.network.heal()
+
+    def disk_fails(self) -> None:
+        self._disk("fails", self.rng.choice((0.05, 0.5, 1.0)), 0.0)
+
+    def answers_get_lost(self) -> None:
+        self._disk("loses_answers", self.rng.choice((0.05, 0.5)), 0.0)
+
+    def disk_is_slow(self) -> None:
+        self._disk("latency_s", (0.01, self.rng.choice((0.1, 1.0))), (0.0002, 0.002))
+
+    def _disk(self, name: str, value: object, usual: object) -> None:
+        self.cluster.trace(f"disk: {name} is {value}")
+        setattr(self.cluster.disk, name, value)
+        self._later(self.rng.uniform(0.2, 3.0), lambda: setattr(self.cluster.disk, name, usual))
+
+    def network_is_slow(self) -> None:
+        self.cluster.trace("the network is slow")
+        self.cluster.network.latency_s = (0.001, self.rng.choice((0.1, 0.5)))
+        self._later(self.rng.uniform(0.2, 3.0), lambda: setattr(self.cluster.network, "latency_s", (0.0002, 0.002)))
+
+    def drain(self) -> None:
+        """A worker is drained, and replaced by its next incarnation some time after."""
+        worker = self.rng.choice(self.cluster.workers)
+        router = self.rng.choice(self.cluster.routers)
+        if router.gateway is None or not router.process.alive or worker.address is None:
+            return
+        self.cluster.trace(f"{worker.worker_id} is drained")
+        gateway, timeout_s, rank = router.gateway, self.rng.choice((0.0, 1.0)), worker.ranks[0]
+
+        async def drain() -> None:
+            try:
+                await gateway.control.drain(worker.worker_id, timeout_s)
+            except Exception as error:
+                self.cluster.trace(f"the drain failed: {error!r}")
+            self.cluster.kill(rank)
+
+        router.process.spawn(drain())
+        self._later(8.0, lambda: self.cluster.kill(rank))
+
+    def _later(self, seconds: float, act: object) -> None:
+        self.cluster.loop.call_later(seconds, act)

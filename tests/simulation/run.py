@@ -1,0 +1,170 @@
+"""One seed: a cluster, its clients and its faults, and the laws at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.clients import Client
+from tests.simulation.cluster import Cluster, simulated_edges
+from tests.simulation.faults import Faults
+from tests.simulation.loop import SimulatedLoop, Stuck
+
+SETTLE_S = 30.0
+MAX_CALLBACKS = 3_000_000
+
+
+@dataclass
+class Result:
+    """What a seed gave. ``trace``: what happened, with the time of each."""
+
+    seed: int
+    violations: list[str] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+    num_turns: int = 0
+    num_tokens: int = 0
+    num_callbacks: int = 0
+    simulated_s: float = 0.0
+
+
+class _Log(logging.Handler):
+    def __init__(self, trace: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._trace(f"  {record.getMessage()}")
+
+
+def run_seed(seed: int) -> Result:
+    """Play a seed. What it does depends on nothing else."""
+    result, rng = Result(seed), random.Random(seed)
+    random.seed(seed)
+    loop = SimulatedLoop()
+    loop.set_exception_handler(lambda loop, context: result.trace.append(f"  {context}"))
+
+    def trace(what: str) -> None:
+        result.trace.append(f"{loop.time():9.4f} {what}")
+
+    logger, handler = logging.getLogger("holdfast"), _Log(trace)
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    asyncio.set_event_loop(loop)
+    gc.disable()
+    try:
+        _run(loop, rng, result, trace)
+    finally:
+        result.num_callbacks, result.simulated_s = loop.num_callbacks, loop.time()
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+        logger.setLevel(level)
+        asyncio.set_event_loop(None)
+        _bury(loop)
+        gc.enable()
+    return result
+
+
+def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None]) -> None:
+    cluster = Cluster(loop, rng, rng.choice((1, 2, 2)), trace)
+    with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
+        try:
+            loop.run_until_complete(_play(cluster, rng, result))
+        except Stuck as stuck:
+            cluster.violated(f"L13: {stuck}")
+    result.violations = cluster.violations
+    cluster.disk.db.close()
+
+
+def _bury(loop: SimulatedLoop) -> None:
+    """Killed processes are collected now; what their clean-up tries then concerns nobody."""
+    loop.is_over = True
+    loop.on_callback = lambda count: None
+    loop._ready.clear()  # type: ignore[attr-defined]
+    loop._scheduled.clear()  # type: ignore[attr-defined]
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    loop.set_exception_handler(lambda loop, context: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+    sys.unraisablehook = hook
+    loop.close()
+
+
+async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
+    await cluster.start()
+    await _whole(cluster)
+    clients = [Client(cluster, f"s{i}", random.Random(rng.getrandbits(60))) for i in range(rng.randrange(2, 7))]
+    faults = Faults(cluster, random.Random(rng.getrandbits(60)), rng.randrange(0, 13))
+    striking = asyncio.get_running_loop().create_task(faults.run())
+    runs = [client.process.spawn(client.run(rng.randrange(3, 14))) for client in clients]
+    await _all(runs)
+    striking.cancel()
+    faults.heal()
+    await _whole(cluster)
+    last = [client.process.spawn(client.turn()) for client in clients if not client.released]
+    await _all(last)
+    await _check(cluster, clients)
+    result.num_turns = sum(client.num_turns for client in clients)
+    result.num_tokens = sum(client.num_tokens for client in clients)
+
+
+async def _all(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        await task
+
+
+async def _whole(cluster: Cluster) -> None:
+    """Everything that died is back, and every router reaches every worker."""
+    end = cluster.loop.time() + SETTLE_S
+
+    def whole() -> bool:
+        return all(
+            router.gateway is not None and router.process.alive and len(router.gateway.alive_links()) == 2
+            for router in cluster.routers
+        )
+
+    while not whole():
+        if cluster.loop.time() > end:
+            cluster.violated(f"L13: the cluster is not whole {SETTLE_S} s after the last fault")
+            return
+        await asyncio.sleep(0.1)
+
+
+async def _check(cluster: Cluster, clients: list[Client]) -> None:
+    """Laws L1 to L13, where nothing runs any more."""
+    await asyncio.sleep(2.0)
+    for client in clients:
+        held = cluster.disk.db.execute(
+            "SELECT ids FROM tokens WHERE session_id = ? ORDER BY start", (client.name,)
+        ).fetchall()
+        journaled = [int.from_bytes(ids[i : i + 4], "little") for (ids,) in held for i in range(0, len(ids), 4)]
+        if journaled != ([] if client.released else client.history):
+            cluster.violated(f"L10: the journal has {journaled} of {client.name}, its client {client.history}")
+    for router in cluster.routers:
+        if router.gateway is not None and router.gateway.live_turns():
+            cluster.violated(f"L13: {router.process.name} still runs {router.gateway.live_turns()}")
+    gone = {client.name for client in clients if client.released}
+    for worker in cluster.workers:
+        leader = worker.leader
+        if leader is None:
+            continue
+        if leader._leader.scheduler.turns:
+            cluster.violated(f"L7: {worker.worker_id} still runs {list(leader._leader.scheduler.turns)}")
+        caches = [leader._leader.cache, *(follower.follower.rank.cache for follower in worker.followers)]
+        for rank, cache in enumerate(caches):
+            report = cache.audit()
+            if not report.ok:
+                cluster.violated(f"L1: rank {rank} of {worker.worker_id}: {report}")
+            if left := gone & set(cache.slots):
+                cluster.violated(f"L12: rank {rank} of {worker.worker_id} still holds {left}")
+        if len({cache.digest() for cache in caches}) > 1:
+            cluster.violated(f"L8: the ranks of {worker.worker_id} differ")
