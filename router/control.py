@@ -5,12 +5,13 @@ The journal comes first, the worker after it: what the journal has is so, whatev
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable, WorkerNotFound
+from holdfast.errors import DeadlineExceeded, HoldfastError, InvalidRequest, NoWorkerAvailable, WorkerNotFound
 from holdfast.v1 import session_pb2
 from router.journal import SessionRecord
 from router.workers import WorkerLink
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from router.gateway import Gateway
 
 log = logging.getLogger("holdfast.router")
+SWEEP_RETRY_S = 0.5
+GONE = 2**62
+"""The epoch under which a worker drops what no journal knows: later than any that it can have seen."""
 
 
 class Control:
@@ -26,6 +30,7 @@ class Control:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._sweeps: dict[str, asyncio.Task[None]] = {}
 
     async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
         """Raises SessionReleased."""
@@ -45,12 +50,44 @@ class Control:
             record = await self._gateway.journal.release(session_id, tenant)
             self._gateway.abort(self._gateway.sessions.running_turn(session_id))
         self._gateway.sessions.forget(session_id)
-        return await self._unless_gone(
-            record.worker,
-            lambda link: link.release(
-                session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self._gateway.config.control_timeout_s
-            ),
+        return await self._unless_gone(record.worker, lambda link: self._drop(link, session_id, record.epoch))
+
+    async def _drop(self, link: WorkerLink, session_id: str, epoch: int) -> int:
+        return await link.release(
+            session_id, epoch, session_pb2.RELEASE_MODE_NOW, self._gateway.config.control_timeout_s
         )
+
+    def sweep(self, link: WorkerLink) -> None:
+        """Have a worker free what it holds of sessions that are released, or another worker's, by now.
+
+        For whenever it is reached (again), and whenever it may not have heard: law L12 holds on every
+        rank that lives, also on one that was out of reach.
+        """
+        running = self._sweeps.get(link.name)
+        self._sweeps[link.name] = asyncio.create_task(self._sweep(link, running))
+
+    async def _sweep(self, link: WorkerLink, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            before.cancel()  # what it would have found, this one finds
+        while link.alive:
+            try:
+                held = await link.slots(self._gateway.config.control_timeout_s)
+                owners = await self._gateway.journal.owners(held)
+                for session_id in held:
+                    worker, epoch = owners.get(session_id, ("", GONE))
+                    if worker != link.name:
+                        await self._drop(link, session_id, epoch)
+                break
+            except HoldfastError as error:
+                log.info("worker %s is not swept yet: %s", link.name, error.message)
+            await asyncio.sleep(SWEEP_RETRY_S)
+        if self._sweeps.get(link.name) is asyncio.current_task():
+            del self._sweeps[link.name]
+
+    async def close(self) -> None:
+        for sweep in self._sweeps.values():
+            sweep.cancel()
+        await asyncio.gather(*self._sweeps.values(), return_exceptions=True)
 
     async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
         """Cut an idle session. Raises SessionBusy, SessionNotFound, InvalidRequest."""
@@ -80,6 +117,9 @@ class Control:
         except NoWorkerAvailable as error:
             log.info("worker %s went before it answered: %s", worker, error.message)
             return 0
+        except DeadlineExceeded:
+            self.sweep(link)
+            raise
 
     async def fork(self, session_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
         """A new session from the first ``at_len`` tokens of another, with its KV where that is shared."""

@@ -89,6 +89,9 @@ class _Live:
     prompt_len: int
     epoch: int = 0
     link: WorkerLink | None = None
+    submission: str = ""
+    """The turn's name on its worker: another for each time it is sent, for what was sent on a stream that
+    broke, and what came of it, may arrive late."""
     cached_len: int | None = None
     resubmitted_at: float | None = None
     """When the turn was sent to another worker, until its next token came."""
@@ -96,7 +99,7 @@ class _Live:
     @property
     def key(self) -> str:
         """The name of its slot on the worker."""
-        return self.session.session_id if self.session else f"turn-{self.request.turn_id}"
+        return self.session.session_id if self.session else f"turn-{self.submission}"
 
 
 class Gateway:
@@ -127,7 +130,7 @@ class Gateway:
             await link.close()
         for name, address in wanted.items():
             if name not in self._links:
-                self._links[name] = WorkerLink(address, self.config.worker_lease_s)
+                self._links[name] = WorkerLink(address, self.config.worker_lease_s, self.control.sweep)
 
     def link(self, name: str) -> WorkerLink | None:
         """The worker that a pin names, if it is alive."""
@@ -148,6 +151,7 @@ class Gateway:
 
     async def close(self) -> None:
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.control.close()
         for link in self._links.values():
             await link.close()
 
@@ -254,7 +258,7 @@ class Gateway:
             return False
         self._aborted.add(turn_id)
         if turn.link is not None:
-            turn.link.interrupt(turn_id)
+            turn.link.interrupt(turn.submission)
         return True
 
     def live_turns(self, tenant: str | None = None) -> list[str]:
@@ -412,7 +416,7 @@ class Gateway:
         self._aborted.discard(turn_id)
         self._num_turns -= 1
         if turn.link is not None:
-            turn.link.abort(turn_id)
+            turn.link.abort(turn.submission)
         if session is not None and not completed:
             await self._roll_back(turn, session)
         elif session is not None:
@@ -445,7 +449,9 @@ class Gateway:
         if turn.session is not None:
             record = turn.session.record
             record.epoch = turn.epoch = await self.journal.pin(turn.session.session_id, turn.epoch, turn.link.name)
-            record.worker = turn.link.name
+            left, record.worker = self.link(record.worker), turn.link.name
+            if left is not None and left is not turn.link:
+                self.control.sweep(left)
 
     async def _choose(self, turn: _Live) -> WorkerLink:
         deadline = time.monotonic() + self.config.worker_wait_s
@@ -488,8 +494,9 @@ class Gateway:
         session = turn.session
         delta = not full and session is not None and turn.keep_len > 0
         prefix_len = turn.keep_len if delta else 0
+        turn.submission = f"{turn.request.turn_id}/{uuid.uuid4().hex}"
         submit = worker_pb2.Submit(
-            turn_id=turn.request.turn_id,
+            turn_id=turn.submission,
             session_id=turn.key,
             tenant=turn.request.tenant,
             epoch=turn.epoch,

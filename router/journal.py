@@ -56,9 +56,10 @@ class Journal(Protocol):
         """Finish what is under way, and give the lease back."""
 
     async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
-        """The session, as this router's from now on.
+        """The session, as this router's from now on; it runs no turn on it.
 
-        Another router's later writes to it are stale; a turn that a dead router left is rolled back.
+        Another router's later writes to it are stale; a turn that a dead router left is rolled back, or
+        that this one could not roll back when it ended.
         Raises SessionBusy while a living router runs a turn on it, SessionNotFound (also for another
         tenant's, or if it is not to be created), SessionReleased.
         """
@@ -103,6 +104,9 @@ class Journal(Protocol):
 
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         """Leave a tombstone; returns what the session was. Again: the same."""
+
+    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+        """Of each that is there and not released: its pin and its epoch, whosever it is."""
 
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         """The tenant's sessions, each with its length in tokens and whether a turn runs."""

@@ -94,10 +94,9 @@ local tenant, router, lease, create = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 if create == '1' and redis.call('EXISTS', hash) == 0 then make(tenant, '', 0, router) end
 local r, err = of_tenant(tenant)
 if not r then return err end
-local kept = r.router == router
 err = own(r, router, lease)
 if err then return err end
-if r.turn ~= '' and not kept then forget_turn() end
+if r.turn ~= '' then forget_turn() end
 return record(r)
 """,
     "adopt": """
@@ -299,6 +298,20 @@ class RedisJournal:
 
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         return _record(session_id, tenant, await self._run("release", session_id, tenant, tenant))
+
+    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+        try:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for session_id in session_ids:
+                    pipeline.hmget(_keys(session_id, "")[0], "worker", "epoch", "released")
+                answers = await pipeline.execute()
+        except (RedisError, OSError) as error:
+            raise JournalUnavailable(f"Redis cannot be read: {error}") from None
+        return {
+            session_id: (worker.decode(), int(epoch))
+            for session_id, (worker, epoch, released) in zip(session_ids, answers, strict=True)
+            if worker is not None and released == b"0"
+        }
 
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         try:

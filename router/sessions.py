@@ -72,6 +72,7 @@ class Sessions:
         self._busy_wait_s = busy_wait_s
         self._max_waiting = max_waiting
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._taking: dict[str, asyncio.Lock] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -84,11 +85,24 @@ class Sessions:
         """
         session = self._sessions.get(session_id)
         if session is None or session.record.tenant != tenant:
-            record = await self._take(session_id, tenant, create=create, queue=queue)
-            session = self._sessions.setdefault(session_id, Session(record))
+            session = await self._loaded(session_id, tenant, create=create, queue=queue)
         self._sessions.move_to_end(session_id)
         self._trim()
         return session
+
+    async def _loaded(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> Session:
+        # One at a time: a later one would roll back the turn that the first has begun by then.
+        taking = self._taking.setdefault(session_id, asyncio.Lock())
+        try:
+            async with taking:
+                session = self._sessions.get(session_id)
+                if session is None or session.record.tenant != tenant:
+                    record = await self._take(session_id, tenant, create=create, queue=queue)
+                    session = self._sessions.setdefault(session_id, Session(record))
+                return session
+        finally:
+            if not taking.locked():
+                self._taking.pop(session_id, None)
 
     async def up_to_date(self, session: Session, attempt: Callable[[], Awaitable[T]], *, queue: bool) -> T:
         """What ``attempt`` gives for the session as it is now.

@@ -203,6 +203,9 @@ class SqliteJournal:
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         return await self._call(self._release, session_id, tenant)
 
+    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+        return await self._call(self._owners, session_ids)
+
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         return await self._call(self._list_sessions, tenant)
 
@@ -249,7 +252,7 @@ class SqliteJournal:
         record = self._load(session_id, tenant)
         router, turn_id = self._router_of(session_id), self._row(session_id)[5]
         if router == self.router:
-            return record, ""
+            return record, turn_id
         if turn_id and self._lives(router):
             raise SessionBusy(f"session {session_id} already has an active request, on another router")
         record.epoch += 1
@@ -397,6 +400,16 @@ class SqliteJournal:
             self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
             self._forget_turn(session_id)
         return SessionRecord(session_id, owner, worker, epoch, num_turns)
+
+    def _owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+        found = {}
+        for session_id in session_ids:
+            row = self._db.execute(
+                "SELECT worker, epoch FROM sessions WHERE session_id = ? AND NOT released", (session_id,)
+            ).fetchone()
+            if row is not None:
+                found[session_id] = (row[0], row[1])
+        return found
 
     def _list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         rows = self._db.execute(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,15 @@ class TurnInbox(asyncio.Queue["worker_pb2.TurnUpdate | None"]):
 class WorkerLink:
     """One worker. ``alive`` while its stream is open and it was heard within the lease."""
 
-    def __init__(self, address: WorkerAddress, lease_s: float) -> None:
+    def __init__(
+        self, address: WorkerAddress, lease_s: float, on_attached: Callable[[WorkerLink], None] = lambda link: None
+    ) -> None:
         self.address = address
         self.name = address.name
         self.welcome: worker_pb2.Welcome | None = None
         self.stats = worker_pb2.WorkerStats()
         self._lease_s = lease_s
+        self._on_attached = on_attached
         self._channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
@@ -112,6 +116,11 @@ class WorkerLink:
         answer: worker_pb2.DrainResponse = await self._call(self._stub.Drain, request, timeout_s + grace_s)
         self.stats.draining = True
         return answer.turns_moved
+
+    async def slots(self, timeout_s: float) -> list[str]:
+        """The sessions that it holds slots of."""
+        answer: worker_pb2.SlotsResponse = await self._call(self._stub.Slots, worker_pb2.SlotsRequest(), timeout_s)
+        return list(answer.session_ids)
 
     async def flush(self, timeout_s: float) -> int:
         return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
@@ -187,6 +196,7 @@ class WorkerLink:
         elif kind == "welcome" and message.welcome.incarnation == self.address.incarnation:
             self.welcome = message.welcome
             self.ready.set()
+            self._on_attached(self)
 
     def _lose(self, reason: str) -> None:
         if self.alive:

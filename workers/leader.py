@@ -219,6 +219,13 @@ class Leader:
         self._commands.put(_answering(fork, done))
         return done
 
+    def sessions(self) -> Future[list[str]]:
+        """The sessions that have a slot here."""
+        done: Future[list[str]] = Future()
+        slots = self.cache.slots
+        self._commands.put(lambda: done.set_result([s.session_id for s in slots.values() if not s.ephemeral]))
+        return done
+
     def audit(self) -> Future[worker_pb2.AuditResponse]:
         """Recount every page on every rank, at one index of the step log. Exact on a busy worker."""
         done: Future[worker_pb2.AuditResponse] = Future()
@@ -441,14 +448,10 @@ class Leader:
         return turn
 
     def _end_superseded(self, submission: Submission) -> None:
-        """A turn that its router sends again, after a break, or that an owner with a newer epoch replaces."""
+        """A turn that an owner with a newer epoch replaces: perhaps the same, sent again after a break."""
         old = self.scheduler.turn_of(submission.session_id)
-        if old is None:
-            return
-        if old.turn_id == submission.turn_id or submission.epoch > self._epochs.get(submission.session_id, 0):
+        if old is not None and submission.epoch > self._epochs.get(submission.session_id, 0):
             self._finish(old, Outcome.ABORTED, Finish("abort", "superseded"))
-            if old.turn_id == submission.turn_id:
-                del self._updates[old.turn_id]
 
     def _abort(self, turn_id: str) -> None:
         turn = self.scheduler.turns.get(turn_id)

@@ -224,6 +224,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.WorkerStats:
         return self._stats()
 
+    async def Slots(
+        self, request: worker_pb2.SlotsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SlotsResponse:
+        return worker_pb2.SlotsResponse(session_ids=await _result(self._leader.sessions()))
+
     @answers_errors
     async def Flush(
         self, request: worker_pb2.FlushRequest, context: grpc.aio.ServicerContext

@@ -27,7 +27,7 @@ from tests.simulation.model import VOCABULARY, expected_output
 
 PATIENCE_S = 90.0
 """No turn may take longer, whatever happens: every wait inside has a deadline far below."""
-TOKEN_PATIENCE_S = 6.0
+TOKEN_PATIENCE_S = 4.0
 MAX_HISTORY = 60
 """Longer sessions are rewound: two turns more must fit the context."""
 RETRY = (QueueFull, SessionBusy, NoWorkerAvailable, JournalUnavailable, DeadlineExceeded, StaleEpoch)
@@ -108,8 +108,11 @@ class Client:
         self.num_turns, self.num_tokens = self.num_turns + child.num_turns, self.num_tokens + child.num_tokens
 
     async def release(self) -> None:
-        if await self._ask("Release", session_pb2.ReleaseRequest(session_id=self.name)) is not None:
+        answer = await self._ask("Release", session_pb2.ReleaseRequest(session_id=self.name))
+        if answer is not None:
             self.released = True
+            if answer.pages_freed:
+                self.cluster.check_released(self.name)
 
     async def knock(self) -> None:
         """A released session stays gone, whatever is asked of it (law L12)."""
@@ -127,7 +130,7 @@ class Client:
     async def race(self) -> None:
         """Two turns at once through two routers: both are done, one after the other, or one is refused."""
         turns = [self._new_turn(None), self._new_turn(None)]
-        if turns[0].keep_len is not None:
+        if len(self.history) > MAX_HISTORY // 3:
             await self.turn()
             return
         for turn in turns:
@@ -162,7 +165,7 @@ class Client:
         kept = self.history if keep_len is None else self.history[:keep_len]
         count = self.rng.choice((1, 2, 5, 20))
         given = [self.rng.randrange(VOCABULARY) for _ in range(count)]
-        turn = _Turn(f"{self.name}-{self.rng.getrandbits(40):x}", keep_len, given, self.rng.choice((1, 3, 8)))
+        turn = _Turn(f"{self.name}-{self.rng.getrandbits(40):x}", keep_len, given, self.rng.choice((1, 3, 8, 24)))
         turn.seed = self.rng.getrandbits(30)
         turn.expected = expected_output(list(kept) + given, turn.seed, turn.max_tokens)
         return turn

@@ -66,6 +66,7 @@ ROUTER = RouterConfig(
     token_timeout_s=15.0,
     control_timeout_s=4.0,
 )
+STEPS_S = ((0.005, 0.02), (0.1, 0.4))
 ROUTER_PORTS = (1001, 1002)
 
 
@@ -139,7 +140,7 @@ class SimulatedJournal(SqliteJournal):
 class SimulatedLeader(Leader):
     """The leader's loop as a task: one step, then the time that it took."""
 
-    step_s = (0.005, 0.02)
+    step_s = STEPS_S[0]
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -259,11 +260,11 @@ class Cluster:
         self.violations.append(what)
 
     async def start(self) -> None:
-        await asyncio.gather(*(self.start_router(router) for router in self.routers))
+        await asyncio.gather(*(self.start_router(place) for place in self.routers))
         await asyncio.gather(*(self.start_worker(worker) for worker in self.workers))
         self._announce()
-        for router in self.routers:
-            self.supervisor.spawn(self._keep_router(router))
+        for place in self.routers:
+            self.supervisor.spawn(self._keep_router(place))
         for worker in self.workers:
             self.supervisor.spawn(self._keep_worker(worker))
 
@@ -293,8 +294,10 @@ class Cluster:
             server.add_insecure_port(place.address)
             place.gateway = gateway
 
-        place.process.spawn(serve())
-        await self._until(lambda: place.gateway is not None or not place.process.alive)
+        serving = place.process.spawn(serve())
+        await self._until(lambda: serving.done() or not place.process.alive)
+        if place.gateway is None:
+            self.kill(place.process)  # it could not start: the supervisor tries again
 
     async def start_worker(self, place: Worker) -> None:
         place.incarnation += 1
@@ -369,6 +372,16 @@ class Cluster:
         for place in self.routers:
             if place.gateway is not None and place.process.alive:
                 place.process.spawn(place.gateway.set_workers(self.addresses()))
+
+    def check_released(self, session_id: str) -> None:
+        """Law L9: a release that freed pages freed them on every rank of its worker."""
+        pin = self.disk.db.execute("SELECT worker FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        for worker in self.workers:
+            if worker.leader is None or (f"{worker.worker_id}@{worker.incarnation}",) != pin:
+                continue
+            for follower in worker.followers:
+                if session_id in follower.follower.rank.cache.slots:
+                    self.violated(f"L9: {session_id} was released, a rank of {worker.worker_id} still holds it")
 
     def _wrote(self, router_name: str, session_id: str, epoch: int) -> None:
         """Law L11: under one epoch, one router writes."""

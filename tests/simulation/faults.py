@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
+from tests.simulation.network import NOBODY
 
 CALLBACKS = (300, 15_000)
 
@@ -50,7 +52,8 @@ class Faults:
 
     def strike(self) -> None:
         kinds, weights = zip(*self._kinds, strict=True)
-        self.rng.choices(kinds, weights)[0]()
+        # Whoever was running when it struck has no part in what it does.
+        NOBODY.copy().run(self.rng.choices(kinds, weights)[0])
 
     def _on_callback(self, count: int) -> None:
         while self._at_callbacks and count >= self._at_callbacks[0]:
@@ -65,7 +68,7 @@ class Faults:
     def pause(self) -> None:
         process = self.rng.choice([*self.cluster.processes(), self.cluster.supervisor])
         if not process.paused and process.alive:
-            seconds = self.rng.choice((0.3, 1.0, 3.0, 6.0))
+            seconds = self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0))
             self.cluster.trace(f"{process.name} stops for {seconds} s")
             process.pause()
             self._later(seconds, lambda: self._wake(process))
@@ -127,5 +130,5 @@ class Faults:
         router.process.spawn(drain())
         self._later(8.0, lambda: self.cluster.kill(rank))
 
-    def _later(self, seconds: float, act: object) -> None:
-        self.cluster.loop.call_later(seconds, act)
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        self.cluster.loop.call_later(seconds, act, context=NOBODY.copy())

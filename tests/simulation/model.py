@@ -63,9 +63,7 @@ class SimulatedRank:
                 result.tokens[work.turn.turn_id] = next_token(chain, work.turn.params.seed)
         return result
 
-    def compute(
-        self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]
-    ) -> list[int]:
+    def compute(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> list[int]:
         """Each turn's chain after its share of the batch, from what the pages say of all before."""
         for row, column, page in table_updates:
             self._tables[row, column] = page

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.clients import Client
-from tests.simulation.cluster import Cluster, simulated_edges
+from tests.simulation.cluster import STEPS_S, Cluster, SimulatedLeader, simulated_edges
 from tests.simulation.faults import Faults
 from tests.simulation.loop import SimulatedLoop, Stuck
 
@@ -74,7 +74,8 @@ def run_seed(seed: int) -> Result:
 
 
 def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None]) -> None:
-    cluster = Cluster(loop, rng, rng.choice((1, 2, 2)), trace)
+    cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace)
+    SimulatedLeader.step_s = rng.choice(STEPS_S)
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))

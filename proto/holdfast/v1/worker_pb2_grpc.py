@@ -70,6 +70,11 @@ class WorkerServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Slots = channel.unary_unary(
+                '/holdfast.v1.WorkerService/Slots',
+                request_serializer=holdfast_dot_v1_dot_worker__pb2.SlotsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.SlotsResponse.FromString,
+                _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/holdfast.v1.WorkerService/Flush',
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.FlushRequest.SerializeToString,
@@ -129,6 +134,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Slots(self, request, context):
+        """The sessions that this worker holds slots of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Flush(self, request, context):
         """Drops idle slots and cached pages.
         """
@@ -173,6 +185,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Slots': grpc.unary_unary_rpc_method_handler(
+                    servicer.Slots,
+                    request_deserializer=holdfast_dot_v1_dot_worker__pb2.SlotsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.SlotsResponse.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -370,6 +387,33 @@ class WorkerService(object):
             '/holdfast.v1.WorkerService/Drain',
             holdfast_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             holdfast_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Slots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.WorkerService/Slots',
+            holdfast_dot_v1_dot_worker__pb2.SlotsRequest.SerializeToString,
+            holdfast_dot_v1_dot_worker__pb2.SlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

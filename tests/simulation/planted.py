@@ -1,0 +1,131 @@
+"""Bugs planted on purpose, each a line or two of what somebody might write: the simulator must find them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from router.gateway import Gateway, TurnChunk, _Live
+from router.journal import SessionRecord
+from router.sessions import Sessions
+from router.sqlite_journal import SqliteJournal
+from tests.simulation.cluster import SimulatedJournal
+from tests.simulation.run import run_seed
+from workers.kv import SessionCache
+from workers.kv.digest import StateDigest
+from workers.step_log import LogWriter
+
+_fenced, _resume, _roll_back = SqliteJournal._fenced, Gateway.resume, Gateway._roll_back
+_fork = SessionCache.fork
+_append, _fail_over = SqliteJournal.append, Gateway._fail_over
+
+
+async def _append_later(self: SimulatedJournal, *args: Any) -> None:
+    asyncio.get_running_loop().create_task(_append(self, *args))
+
+
+def _accept_any_epoch(self: SqliteJournal, session_id: str, epoch: int) -> Any:
+    return _fenced(self, session_id, self._row(session_id)[2])
+
+
+def _release_without_tombstone(self: SqliteJournal, session_id: str, tenant: str) -> SessionRecord:
+    record = self._load(session_id, tenant)
+    self._db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+    self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
+    return record
+
+
+def _pin_without_new_epoch(self: SqliteJournal, session_id: str, epoch: int, worker: str) -> int:
+    self._db.execute("UPDATE sessions SET worker = ? WHERE session_id = ?", (worker, session_id))
+    return epoch
+
+
+def _own_without_new_epoch(self: SqliteJournal, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
+    record, turn_id = self._load(session_id, tenant), self._row(session_id)[5]
+    self._db.execute("UPDATE sessions SET router = ? WHERE session_id = ?", (self.router, session_id))
+    return record, turn_id
+
+
+def _ready_at_once(self: LogWriter, index: int, ready: Callable[[Any], None], *, keep_acks: bool = False) -> None:
+    ready({})
+
+
+def _fork_without_references(self: SessionCache, *args: Any) -> Any:
+    with mock.patch.object(self.pool, "incref"):
+        return _fork(self, *args)
+
+
+async def _resume_from_the_start(
+    self: Gateway, session_id: str, tenant: str, turn_id: str, start: int
+) -> AsyncIterator[TurnChunk]:
+    async for chunk in _resume(self, session_id, tenant, turn_id, 0):
+        yield chunk
+
+
+async def _fail_over_without_output(self: Gateway, turn: _Live) -> Any:
+    del turn.tokens[turn.prompt_len :]
+    return await _fail_over(self, turn)
+
+
+def _abort_anybody_s_turn(self: SqliteJournal, session_id: str, turn_id: str) -> bool:
+    ours = bool(self._row(session_id)[5] == turn_id)
+    if ours:
+        self._forget_turn(session_id)
+    return ours
+
+
+async def _forget_nothing(self: Gateway, turn: _Live, session: Any) -> None:
+    with mock.patch.object(Sessions, "forget"):
+        await _roll_back(self, turn, session)
+
+
+PLANTED: dict[str, Callable[[], Any]] = {
+    "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
+    "a stale epoch is accepted": lambda: mock.patch.object(SqliteJournal, "_fenced", _accept_any_epoch),
+    "a release leaves no tombstone": lambda: mock.patch.object(SqliteJournal, "_release", _release_without_tombstone),
+    "a re-pin keeps its epoch": lambda: mock.patch.object(SqliteJournal, "_pin", _pin_without_new_epoch),
+    "two routers own a session": lambda: mock.patch.object(SqliteJournal, "_own", _own_without_new_epoch),
+    "a release is answered before all ranks acked it": lambda: mock.patch.object(LogWriter, "hold", _ready_at_once),
+    "a resumed stream begins at its start": lambda: mock.patch.object(Gateway, "resume", _resume_from_the_start),
+    "a failover forgets the output so far": lambda: mock.patch.object(Gateway, "_fail_over", _fail_over_without_output),
+    "a router rolls back the turn of another": lambda: mock.patch.object(
+        SqliteJournal, "_abort_turn", _abort_anybody_s_turn
+    ),
+    "a turn that was done when its client left is forgotten": lambda: mock.patch.object(
+        Gateway, "_roll_back", _forget_nothing
+    ),
+    "a released session's slot stays": lambda: mock.patch.object(
+        SessionCache, "release_session", lambda self, session_id: 0
+    ),
+    "a fork takes no references to its pages": lambda: mock.patch.object(
+        SessionCache, "fork", _fork_without_references
+    ),
+    "the digest is not compared": lambda: _skips_a_cut(),
+}
+
+
+@contextlib.contextmanager
+def _skips_a_cut() -> Iterator[None]:
+    """Followers skip some cuts, and nobody looks at the digest."""
+    cut = SessionCache.free_tail
+
+    def free_tail(self: SessionCache, session_id: str, keep_len: int) -> int:
+        return 0 if type(self) is SessionCache else cut(self, session_id, keep_len)
+
+    with (
+        mock.patch.object(StateDigest, "update", lambda *args: 0),
+        mock.patch.object(SessionCache, "free_tail", free_tail),
+    ):
+        yield
+
+
+def seeds_to_find(name: str, max_seeds: int) -> int | None:
+    """How many seeds, from 0 on, it takes until one fails; None: more than ``max_seeds``."""
+    with PLANTED[name]():
+        for seed in range(max_seeds):
+            if run_seed(seed).violations:
+                return seed + 1
+    return None
