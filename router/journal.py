@@ -108,5 +108,20 @@ class Journal(Protocol):
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         """Of each that is there and not released: its pin and its epoch, whosever it is."""
 
+    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+        """Keep what the APIs remember beside sessions (responses, conversations, their items), all or none.
+
+        Keys are paths: ``list_objects`` finds those that begin alike.
+        """
+
+    async def get_object(self, tenant: str, key: str) -> bytes | None:
+        """What was put last; None: nothing."""
+
+    async def list_objects(self, tenant: str, prefix: str) -> list[tuple[str, bytes]]:
+        """All whose keys begin with ``prefix``, in the order of their keys."""
+
+    async def delete_objects(self, tenant: str, keys: list[str]) -> None:
+        """Forget them. Unknown ones: nothing happens."""
+
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         """The tenant's sessions, each with its length in tokens and whether a turn runs."""

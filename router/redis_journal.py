@@ -300,38 +300,61 @@ class RedisJournal:
         return _record(session_id, tenant, await self._run("release", session_id, tenant, tenant))
 
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
-        try:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for session_id in session_ids:
-                    pipeline.hmget(_keys(session_id, "")[0], "worker", "epoch", "released")
-                answers = await pipeline.execute()
-        except (RedisError, OSError) as error:
-            raise JournalUnavailable(f"Redis cannot be read: {error}") from None
+        answers = await self._ask(
+            *(("HMGET", _keys(session_id, "")[0], "worker", "epoch", "released") for session_id in session_ids)
+        )
         return {
             session_id: (worker.decode(), int(epoch))
             for session_id, (worker, epoch, released) in zip(session_ids, answers, strict=True)
             if worker is not None and released == b"0"
         }
 
+    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+        values, keys = _objects(tenant)
+        # A sorted set of equal scores is sorted by name.
+        await self._ask(
+            ("HSET", values, *(part for pair in objects.items() for part in pair)),
+            ("ZADD", keys, *(part for key in objects for part in (0, key))),
+        )
+
+    async def get_object(self, tenant: str, key: str) -> bytes | None:
+        value: bytes | None = (await self._ask(("HGET", _objects(tenant)[0], key)))[0]
+        return value
+
+    async def list_objects(self, tenant: str, prefix: str) -> list[tuple[str, bytes]]:
+        values, all_keys = _objects(tenant)
+        keys = (await self._ask(("ZRANGEBYLEX", all_keys, f"[{prefix}", b"(" + prefix.encode() + b"\xff")))[0]
+        found = (await self._ask(("HMGET", values, *keys)))[0] if keys else []
+        return [(key.decode(), value) for key, value in zip(keys, found, strict=True) if value is not None]
+
+    async def delete_objects(self, tenant: str, keys: list[str]) -> None:
+        values, all_keys = _objects(tenant)
+        await self._ask(("HDEL", values, *keys), ("ZREM", all_keys, *keys))
+
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
-        try:
-            names = sorted(name.decode() for name in await self._redis.smembers(f"{PREFIX}tenant:{tenant}"))
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for name in names:
-                    keys = _keys(name, tenant)
-                    pipeline.hmget(keys[0], "worker", "epoch", "turns", "turn")
-                    pipeline.strlen(keys[1])
-                answers = await pipeline.execute()
-        except (RedisError, OSError) as error:
-            raise JournalUnavailable(f"Redis cannot be read: {error}") from None
+        names = sorted(name.decode() for name in (await self._ask(("SMEMBERS", f"{PREFIX}tenant:{tenant}")))[0])
+        keys = [_keys(name, tenant) for name in names]
+        sessions = await self._ask(*(("HMGET", hash_key, "worker", "epoch", "turns", "turn") for hash_key, *_ in keys))
+        sizes = await self._ask(*(("STRLEN", tokens) for _, tokens, *_ in keys))
         listed = []
-        for name, (worker, epoch, turns, turn), size in zip(names, answers[::2], answers[1::2], strict=True):
+        for name, (worker, epoch, turns, turn), size in zip(names, sessions, sizes, strict=True):
             if worker is not None:
                 record = SessionRecord(name, tenant, worker.decode(), int(epoch), int(turns))
                 listed.append((record, size // 4, bool(turn)))
         return listed
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    async def _ask(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """The answers to commands that are done together."""
+        try:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+        except (RedisError, OSError) as error:
+            raise JournalUnavailable(f"the journal does not answer: {error}") from None
+        return answers
 
     async def _run(self, name: str, session_id: str, tenant: str, *args: Any, more_keys: tuple[str, ...] = ()) -> Any:
         try:
@@ -358,6 +381,10 @@ class RedisJournal:
 def _keys(session_id: str, tenant: str) -> tuple[str, ...]:
     name = f"{PREFIX}session:{session_id}"
     return (name, f"{name}:tokens", f"{name}:turn", f"{PREFIX}tenant:{tenant}")
+
+
+def _objects(tenant: str) -> tuple[str, str]:
+    return (f"{PREFIX}objects:{tenant}", f"{PREFIX}objects:{tenant}:keys")
 
 
 def _record(session_id: str, tenant: str, answer: list[Any]) -> SessionRecord:

@@ -35,7 +35,7 @@ MAX_GROUP = 512
 """Writes in one transaction: bounds how long the first of them waits for the last."""
 LOCK_TIMEOUT_S = 5.0
 """How long a write waits for other routers' transactions, each of some milliseconds."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -61,6 +61,9 @@ CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NU
 CREATE TABLE IF NOT EXISTS tokens (
     session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
     PRIMARY KEY (session_id, start)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS objects (
+    tenant TEXT NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, PRIMARY KEY (tenant, key)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turn_tokens (
     session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
@@ -205,6 +208,18 @@ class SqliteJournal:
 
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         return await self._call(self._owners, session_ids)
+
+    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+        await self._call(self._put_objects, tenant, objects)
+
+    async def get_object(self, tenant: str, key: str) -> bytes | None:
+        return await self._call(self._get_object, tenant, key)
+
+    async def list_objects(self, tenant: str, prefix: str) -> list[tuple[str, bytes]]:
+        return await self._call(self._list_objects, tenant, prefix)
+
+    async def delete_objects(self, tenant: str, keys: list[str]) -> None:
+        await self._call(self._delete_objects, tenant, keys)
 
     async def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:
         return await self._call(self._list_sessions, tenant)
@@ -400,6 +415,26 @@ class SqliteJournal:
             self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
             self._forget_turn(session_id)
         return SessionRecord(session_id, owner, worker, epoch, num_turns)
+
+    def _put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+        rows = [(tenant, key, value) for key, value in objects.items()]
+        self._db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?)", rows)
+
+    def _get_object(self, tenant: str, key: str) -> bytes | None:
+        row = self._db.execute("SELECT value FROM objects WHERE tenant = ? AND key = ?", (tenant, key)).fetchone()
+        return row[0] if row is not None else None
+
+    def _list_objects(self, tenant: str, prefix: str) -> list[tuple[str, bytes]]:
+        # The first key that no longer begins so.
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        rows = self._db.execute(
+            "SELECT key, value FROM objects WHERE tenant = ? AND key >= ? AND key < ? ORDER BY key",
+            (tenant, prefix, end),
+        )
+        return list(rows)
+
+    def _delete_objects(self, tenant: str, keys: list[str]) -> None:
+        self._db.executemany("DELETE FROM objects WHERE tenant = ? AND key = ?", [(tenant, key) for key in keys])
 
     def _owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         found = {}

@@ -396,3 +396,25 @@ async def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         old.execute("CREATE TABLE sessions (session_id TEXT)")
     with pytest.raises(ConfigError, match="of another version of Holdfast"):
         SqliteJournal(tmp_path / "old.db", "process")
+
+
+async def test_objects_are_kept_in_order_and_apart(journal: Journal, connect: Connect) -> None:
+    await journal.put_objects("me", {"items/b/02": b"2", "items/b/10": b"10", "items/a/01": b"a", "response/r": b"r"})
+    await journal.put_objects("me", {"items/b/02": b"two"})
+    await journal.put_objects("you", {"items/b/03": b"not mine"})
+    other = await connect()
+    assert await other.list_objects("me", "items/b/") == [("items/b/02", b"two"), ("items/b/10", b"10")]
+    assert await other.get_object("me", "response/r") == b"r"
+    await other.delete_objects("me", ["items/b/02", "unknown"])
+    assert await journal.list_objects("me", "items/b/") == [("items/b/10", b"10")]
+    assert await journal.get_object("me", "items/b/02") is None
+    assert await journal.list_objects("me", "nothing/") == []
+
+
+async def test_owners_are_those_of_living_sessions(journal: Journal) -> None:
+    for name in ("a", "b"):
+        await take(journal, name)
+        await journal.pin(name, 0, f"worker-of-{name}")
+    await journal.release("b", "me")
+    assert await journal.owners(["a", "b", "unknown"]) == {"a": ("worker-of-a", 1)}
+    assert await journal.owners([]) == {}

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.simulation.clients import Client
 from tests.simulation.cluster import STEPS_S, Cluster, SimulatedLeader, simulated_edges
@@ -106,21 +105,22 @@ async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
     clients = [Client(cluster, f"s{i}", random.Random(rng.getrandbits(60))) for i in range(rng.randrange(2, 7))]
     faults = Faults(cluster, random.Random(rng.getrandbits(60)), rng.randrange(0, 13))
     striking = asyncio.get_running_loop().create_task(faults.run())
-    runs = [client.process.spawn(client.run(rng.randrange(3, 14))) for client in clients]
-    await _all(runs)
+    runs: list[asyncio.Task[None]] = [client.process.spawn(client.run(rng.randrange(3, 14))) for client in clients]
+    await _all(cluster, runs)
     striking.cancel()
     faults.heal()
     await _whole(cluster)
     last = [client.process.spawn(client.turn()) for client in clients if not client.released]
-    await _all(last)
+    await _all(cluster, last)
     await _check(cluster, clients)
     result.num_turns = sum(client.num_turns for client in clients)
     result.num_tokens = sum(client.num_tokens for client in clients)
 
 
-async def _all(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        await task
+async def _all(cluster: Cluster, tasks: list[asyncio.Task[None]]) -> None:
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if error is not None:
+            cluster.violated(f"a client was told what it cannot understand: {error!r}")
 
 
 async def _whole(cluster: Cluster) -> None:
