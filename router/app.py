@@ -31,6 +31,7 @@ from router.journal import Journal
 from router.metrics import Metrics
 from router.openai_api import openai_routes
 from router.redis_journal import RedisJournal
+from router.responses_api import responses_routes
 from router.sglang_api import sglang_routes
 from router.sqlite_journal import SqliteJournal
 from router.text import TextCodec
@@ -50,6 +51,7 @@ def http_app(gateway: Gateway, grpc_address: Callable[[], str]) -> FastAPI:
 
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
     app.include_router(openai_routes(gateway))
+    app.include_router(responses_routes(gateway))
     app.include_router(sglang_routes(gateway))
 
     @app.exception_handler(HoldfastError)

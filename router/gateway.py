@@ -12,7 +12,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -43,8 +43,9 @@ from router.workers import TurnInbox, WorkerAddress, WorkerLink
 
 log = logging.getLogger("holdfast.router")
 
-Prepare: TypeAlias = "Callable[[Session | None], tuple[int, array[int]]]"
-"""Given the session as it is now: (how many of its tokens to keep, the turn's input after them)."""
+Prepare: TypeAlias = "Callable[[Session | None], Awaitable[tuple[int, array[int]]]]"
+"""Given the session as it is now, which no other turn can change meanwhile: (how many of its tokens to
+keep, the turn's input after them)."""
 
 
 @dataclass(slots=True)
@@ -266,15 +267,12 @@ class Gateway:
         return [turn_id for turn_id, turn in self._live.items() if tenant in (None, turn.request.tenant)]
 
     async def _prepared(self, request: TurnRequest, session: Session | None) -> _Live:
-        async def prepare() -> _Live:
-            return self._prepare(request, session)
-
         if session is None:
-            return await prepare()
-        return await self.sessions.up_to_date(session, prepare, queue=request.queue)
+            return await self._prepare(request, session)
+        return await self.sessions.up_to_date(session, lambda: self._prepare(request, session), queue=request.queue)
 
-    def _prepare(self, request: TurnRequest, session: Session | None) -> _Live:
-        keep_len, ids = request.prepare(session)
+    async def _prepare(self, request: TurnRequest, session: Session | None) -> _Live:
+        keep_len, ids = await request.prepare(session)
         tokens = (session.tokens[:keep_len] if session else array("i")) + ids
         if not tokens:
             raise InvalidRequest("the input is empty; it must hold at least one token")
@@ -353,7 +351,7 @@ class Gateway:
 
         async def begin() -> None:
             if turn.epoch != session.record.epoch:  # it was another's since: the turn follows what it is now
-                now = self._prepare(turn.request, session)
+                now = await self._prepare(turn.request, session)
                 turn.keep_len, turn.tokens, turn.prompt_len = now.keep_len, now.tokens, now.prompt_len
                 turn.epoch = now.epoch
             await self._place(turn)
@@ -519,5 +517,5 @@ class Gateway:
         return task
 
 
-def _resumed(session: Session | None) -> tuple[int, array[int]]:
+async def _resumed(session: Session | None) -> tuple[int, array[int]]:
     raise StaleEpoch("another router went on with this turn")

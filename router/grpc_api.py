@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 
@@ -69,7 +70,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
         _check(request.sampling)
         turn = TurnRequest(
             tenant=tenant,
-            prepare=lambda session: _prepare(self._gateway, request, session),
+            prepare=partial(_prepare, self._gateway, request),
             sampling=request.sampling,
             session_id=request.session_id,
         )
@@ -110,7 +111,9 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
         return session_pb2.ListResponse(sessions=[self._message(record, length) for record, length, _ in listed])
 
 
-def _prepare(gateway: Gateway, request: session_pb2.GenerateRequest, session: Session | None) -> tuple[int, array[int]]:
+async def _prepare(
+    gateway: Gateway, request: session_pb2.GenerateRequest, session: Session | None
+) -> tuple[int, array[int]]:
     keep_len = len(session.tokens) if session else 0
     if request.HasField("rewind_to"):
         if not 0 <= request.rewind_to <= keep_len:

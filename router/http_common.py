@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, Unauthenticated
 from router.gateway import TurnChunk
 
 T = TypeVar("T")
+SSE = "text/event-stream"
 OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

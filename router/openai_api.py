@@ -16,11 +16,10 @@ from starlette.responses import Response
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.gateway import Gateway, Prepare, TurnChunk, TurnRequest
-from router.http_common import collect, error_response, first_chunk, tenant_of, until_disconnect
+from router.http_common import SSE, collect, error_response, first_chunk, tenant_of, until_disconnect
 from router.sessions import Session
 
 MAX_TOP_LOGPROBS = 20
-SSE = "text/event-stream"
 
 
 class StreamOptions(BaseModel):
@@ -202,7 +201,7 @@ def last_event(http: Request) -> tuple[str, int]:
 def prepare_text(gateway: Gateway, text: str, *, special: bool) -> Prepare:
     """The request carries the whole history as text: keep what the session has of it, add the rest."""
 
-    def prepare(session: Session | None) -> tuple[int, array[int]]:
+    async def prepare(session: Session | None) -> tuple[int, array[int]]:
         codec = gateway.codec
         if session is None:
             return 0, array("i", codec.encode(text, special=special))
@@ -215,7 +214,7 @@ def prepare_text(gateway: Gateway, text: str, *, special: bool) -> Prepare:
 def prepare_tokens(ids: array[int]) -> Prepare:
     """The same for a history of token ids."""
 
-    def prepare(session: Session | None) -> tuple[int, array[int]]:
+    async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = 0
         if session is not None:
             known = session.tokens

@@ -159,7 +159,7 @@ def _turn_request(gateway: Gateway, body: GenerateBody, tenant: str) -> TurnRequ
             if getattr(params, name):
                 raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
 
-    def prepare(session: Session | None) -> tuple[int, array[int]]:
+    async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = len(session.tokens) if session else 0
         if body.input_ids is not None:
             return keep_len, array("i", body.input_ids)

@@ -75,6 +75,14 @@ class TurnNotFound(HoldfastError):
     grpc_code = "NOT_FOUND"
 
 
+class ResponseNotFound(HoldfastError):
+    """No such response, conversation or item (for this tenant), or it was deleted."""
+
+    code = "not_found"
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
 class ModelNotFound(HoldfastError):
     """The request names a model that is not served here."""
 

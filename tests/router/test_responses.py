@@ -1,0 +1,252 @@
+"""OpenAI's responses and conversations, with the official client, over two routers and one journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.harness import Harness, running
+from tests.redis_server import RedisServer, redis_server
+from tests.waiting import until
+
+MODEL = "holdfast-tiny"
+ON = {"seed": 3, "ignore_eos": True}
+LONG = "Explain what sys.path is for, with all details."
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
+    settings = {}
+    if request.param == "redis":
+        settings["journal_url"] = request.getfixturevalue("redis").url.removesuffix("/0") + f"/{id(tmp_path) % 16}"
+    async with running(tmp_path, num_routers=2, **settings) as cluster:
+        yield cluster
+        await cluster.assert_no_leak()
+
+
+@pytest.fixture
+async def clients(cluster: Harness) -> AsyncIterator[list[AsyncOpenAI]]:
+    made = [AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in cluster.urls]
+    yield made
+    for client in made:
+        await client.close()
+
+
+async def ask(client: AsyncOpenAI, text: Any, **more: Any) -> Any:
+    given = {"model": MODEL, "max_output_tokens": 20, "temperature": 0.8, "extra_body": {"seed": 3}} | more
+    return await client.responses.create(input=text, **given)
+
+
+async def said_alone(client: AsyncOpenAI, *texts: str) -> str:
+    """What the model says after these, without any session."""
+    roles = ("user", "assistant")
+    messages: Any = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=20, temperature=0.8, seed=3
+    )
+    return answer.choices[0].message.content or ""
+
+
+async def test_a_chain_costs_its_new_tokens_and_a_branch_shares_them(clients: list[AsyncOpenAI]) -> None:
+    one = await ask(clients[0], "What does list.sort do?")
+    assert one.output_text == await said_alone(clients[0], "What does list.sort do?")
+    two = await ask(clients[1], "And list.reverse?", previous_response_id=one.id)
+    texts = ("What does list.sort do?", one.output_text, "And list.reverse?")
+    assert two.output_text == await said_alone(clients[0], *texts)
+    cached = two.usage.input_tokens_details.cached_tokens
+    assert one.usage.total_tokens - cached in (0, 1), "only what is new is computed"
+    branch = await ask(clients[0], "And dict.get?", previous_response_id=one.id)
+    assert branch.output_text == await said_alone(clients[0], *texts[:2], "And dict.get?")
+    assert branch.usage.input_tokens_details.cached_tokens >= one.usage.total_tokens - 16
+    on = await ask(clients[1], "Why?", previous_response_id=two.id)
+    assert on.output_text == await said_alone(clients[0], *texts, two.output_text, "Why?"), "the branch changed nothing"
+    assert two.usage.total_tokens - on.usage.input_tokens_details.cached_tokens in (0, 1)
+
+
+async def test_two_at_once_on_one_response_both_go_on_from_it(clients: list[AsyncOpenAI]) -> None:
+    one = await ask(clients[0], "What does list.sort do?")
+    both = await asyncio.gather(
+        *(ask(clients[i], f"And number {i}?", previous_response_id=one.id, max_output_tokens=8) for i in range(2))
+    )
+    for i, response in enumerate(both):
+        texts = ("What does list.sort do?", one.output_text, f"And number {i}?")
+        assert (await said_alone(clients[0], *texts)).startswith(response.output_text)
+
+
+async def test_a_stream_goes_on_from_any_event(clients: list[AsyncOpenAI]) -> None:
+    events = [e async for e in await ask(clients[0], "What is a tuple?", stream=True)]
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    whole = events[-1].response
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    for after in (0, 3, *numbers[5:-4:4], numbers[-2]):
+        stream = await clients[1].responses.retrieve(whole.id, stream=True, starting_after=after)
+        rest = [event async for event in stream]
+        assert min(e.sequence_number for e in rest) > after
+        shown = "".join(e.delta for e in events if e.type.endswith("text.delta") and e.sequence_number <= after)
+        assert shown + "".join(e.delta for e in rest if e.type.endswith("text.delta")) == whole.output_text
+        assert rest[-1].response.output_text == whole.output_text
+
+
+async def test_a_stream_cut_by_a_dead_router_goes_on_at_another(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+    whole = (await ask(clients[1], LONG, max_output_tokens=300, extra_body=ON)).output_text
+    seen, last, response_id = "", -1, ""
+    stream = await ask(clients[0], LONG, max_output_tokens=300, extra_body=ON, stream=True)
+    async for event in stream:
+        last = event.sequence_number
+        if event.type == "response.created":
+            response_id = event.response.id
+        if event.type == "response.output_text.delta":
+            seen += event.delta
+        if len(seen) > 60:
+            break
+    cluster.lose_router()
+    await stream.close()
+    assert len(seen) < len(whole)
+    async for event in await clients[1].responses.retrieve(response_id, stream=True, starting_after=last):
+        assert event.sequence_number > last
+        last = event.sequence_number
+        if event.type == "response.output_text.delta":
+            seen += event.delta
+    assert seen == whole
+    assert (await clients[1].responses.retrieve(response_id)).output_text == whole
+
+
+async def test_a_background_response_outlives_its_router(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+    whole = (await ask(clients[1], LONG, max_output_tokens=300, extra_body=ON)).output_text
+    response = await ask(clients[0], LONG, max_output_tokens=300, extra_body=ON, background=True)
+    assert response.status == "in_progress"
+    gateway = cluster.routers[0].gateway
+    await until(
+        lambda: any(len(turn.tokens) > turn.prompt_len + 10 for turn in gateway._live.values()), 10, "some tokens"
+    )
+    cluster.lose_router()
+    while response.status == "in_progress":
+        await asyncio.sleep(0.05)
+        response = await clients[1].responses.retrieve(response.id)
+    assert response.output_text == whole
+
+
+async def test_background_is_polled_followed_and_cancelled_anywhere(clients: list[AsyncOpenAI]) -> None:
+    made = await ask(clients[0], "What is a tuple?", background=True)
+    stream = await clients[1].responses.retrieve(made.id, stream=True)
+    events = [event async for event in stream]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    ended = await clients[0].responses.retrieve(made.id)
+    assert ended.output_text == text and ended.status in ("completed", "incomplete")
+
+    long = await ask(clients[0], LONG, max_output_tokens=2000, extra_body=ON, background=True)
+    cancelled = await clients[1].responses.cancel(long.id)
+    assert (cancelled.status, cancelled.output) == ("cancelled", [])
+    assert (await clients[0].responses.cancel(long.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled, nothing goes on from it"):
+        await ask(clients[0], "And?", previous_response_id=long.id)
+    with pytest.raises(openai.BadRequestError, match="does not run in the background"):
+        await clients[0].responses.cancel((await ask(clients[0], "Hm?", max_output_tokens=2)).id)
+
+
+async def test_deleted_is_gone_and_its_session_released(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+    one = await ask(clients[0], "What is a tuple?", max_output_tokens=4)
+    two = await ask(clients[0], "And a list?", previous_response_id=one.id, max_output_tokens=4)
+    items = await clients[1].responses.input_items.list(two.id)
+    assert [item.content[0].text for item in items.data] == ["And a list?"]
+    await clients[1].responses.delete(two.id)
+    with pytest.raises(openai.NotFoundError):
+        await clients[0].responses.retrieve(two.id)
+    assert (await ask(clients[0], "And a dict?", previous_response_id=one.id, max_output_tokens=4)).output_text
+    sessions = {record.session_id for record, _, _ in await cluster.router.gateway.journal.list_sessions("")}
+    assert one.id in sessions
+    await clients[0].responses.delete(one.id)
+    assert one.id not in {record.session_id for record, _, _ in await cluster.router.gateway.journal.list_sessions("")}
+
+
+async def test_not_stored_leaves_nothing(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+    one = await ask(clients[0], "What is a tuple?")
+    other = await ask(clients[1], "And a list?", previous_response_id=one.id, store=False)
+    assert other.output_text == await said_alone(clients[0], "What is a tuple?", one.output_text, "And a list?")
+    with pytest.raises(openai.NotFoundError):
+        await clients[0].responses.retrieve(other.id)
+
+
+async def test_a_conversation_keeps_its_items(clients: list[AsyncOpenAI]) -> None:
+    made = await clients[0].conversations.create(
+        items=[{"type": "message", "role": "user", "content": "What is a tuple?"}], metadata={"topic": "types"}
+    )
+    assert (await clients[1].conversations.retrieve(made.id)).metadata == {"topic": "types"}
+    await clients[0].conversations.items.create(
+        made.id, items=[{"type": "message", "role": "assistant", "content": "A sequence."}]
+    )
+    one = await ask(clients[0], "And a list?", conversation=made.id)
+    assert one.output_text == await said_alone(clients[0], "What is a tuple?", "A sequence.", "And a list?")
+    two = await ask(clients[1], "Why?", conversation=made.id)
+    assert one.usage.total_tokens - two.usage.input_tokens_details.cached_tokens in (0, 1)
+    listed = await clients[0].conversations.items.list(made.id, order="asc", limit=4)
+    assert [item.content[0].text for item in listed.data] == [
+        "What is a tuple?",
+        "A sequence.",
+        "And a list?",
+        one.output_text,
+    ]
+    rest = await clients[0].conversations.items.list(made.id, order="asc", after=listed.last_id)
+    assert [item.content[0].text for item in rest.data] == ["Why?", two.output_text]
+    for item in rest.data:
+        await clients[0].conversations.items.delete(item.id, conversation_id=made.id)
+    again = await ask(clients[0], "How?", conversation=made.id)
+    texts = ("What is a tuple?", "A sequence.", "And a list?", one.output_text, "How?")
+    assert again.output_text == await said_alone(clients[0], *texts), "a deleted item is an edited history"
+    await clients[1].conversations.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await ask(clients[0], "Still?", conversation=made.id)
+
+
+@pytest.mark.parametrize("cluster", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"previous_response_id": "resp_unknown"}, "response resp_unknown does not exist"),
+        ({"conversation": "conv_unknown"}, "conversation conv_unknown does not exist"),
+        ({"previous_response_id": "a", "conversation": "b"}, "give one of previous_response_id and conversation"),
+        ({"tools": [{"type": "web_search"}]}, "tools is not supported"),
+        ({"model": "gpt-5"}, "is not served here"),
+        ({"background": True, "store": False}, "a background response must be stored"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text"),
+    ],
+)
+async def test_bad_requests_are_told_so(
+    cluster: Harness, clients: list[AsyncOpenAI], change: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {"model": MODEL, "input": "Hello"} | change
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
+        await clients[0].responses.create(**given)
+
+
+async def test_another_tenant_s_responses_are_not_there(tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=("mine", "yours")) as cluster:
+        mine, yours = (
+            AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=0) for key in ("mine", "yours")
+        )
+        made = await ask(mine, "What is a tuple?", max_output_tokens=2)
+        with pytest.raises(openai.NotFoundError):
+            await yours.responses.retrieve(made.id)
+        await mine.close()
+        await yours.close()
