@@ -66,6 +66,7 @@ ROUTER = RouterConfig(
     token_timeout_s=15.0,
     control_timeout_s=4.0,
 )
+SUPERVISOR_POLL_S = 0.05
 STEPS_S = ((0.005, 0.02), (0.1, 0.4))
 ROUTER_PORTS = (1001, 1002)
 
@@ -344,7 +345,8 @@ class Cluster:
 
     async def _keep_router(self, place: Router) -> None:
         while True:
-            await self._until(lambda: not place.process.alive, float("inf"))
+            while place.process.alive:
+                await asyncio.sleep(SUPERVISOR_POLL_S)
             await asyncio.sleep(self.rng.uniform(0.1, 2.0))
             await self.start_router(place)
             self.trace(f"{place.process.name} serves")
@@ -357,7 +359,7 @@ class Cluster:
                 silent_since = (silent_since or self.loop.time()) if paused else None
                 if silent_since is not None and self.loop.time() - silent_since > 2.0:
                     break
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(SUPERVISOR_POLL_S)
             place.address = None
             await asyncio.sleep(self.rng.uniform(0.0, 1.0))
             self._announce()
