@@ -1,8 +1,8 @@
 """SGLang's native HTTP API, so that its clients can move over unchanged.
 
-Sessions are SGLang's streaming sessions: a turn appends to what the session has, and names it by
-``session_params.id``. What SGLang refuses on them is refused here in the same way, and leaves the
-session as it was.
+Sessions are of SGLang's two kinds. On streaming ones (``open_session`` with ``streaming``) a turn appends
+to what the session has; what SGLang refuses on them is refused here in the same way, and leaves the
+session as it was. On the others a request goes on from any earlier one: see ``sglang_sessions``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,6 +25,7 @@ from holdfast.v1 import session_pb2
 from router.gateway import Gateway, TurnChunk, TurnRequest
 from router.http_common import collect, first_chunk, tenant_of, until_disconnect
 from router.sessions import Session
+from router.sglang_sessions import BranchingSessions, SessionParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -44,14 +46,6 @@ class SamplingBody(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     sampling_seed: int | None = None
-
-
-class SessionParams(BaseModel):
-    id: str | None = None
-    rid: str | None = None
-    offset: int | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
 
 
 class GenerateBody(BaseModel):
@@ -88,6 +82,7 @@ class AbortBody(BaseModel):
 def sglang_routes(gateway: Gateway) -> APIRouter:
     """The endpoints over a gateway."""
     routes = APIRouter()
+    trees = BranchingSessions(gateway)
 
     def tenant(http: Request) -> str:
         return tenant_of(gateway.config.api_keys, http.headers.get("authorization"))
@@ -95,18 +90,30 @@ def sglang_routes(gateway: Gateway) -> APIRouter:
     @routes.api_route("/open_session", methods=["GET", "POST"])
     async def open_session(http: Request, body: OpenSessionBody) -> Any:
         session_id = body.session_id or uuid.uuid4().hex
+        if not body.streaming:
+            await trees.open(session_id, tenant(http))
+            return session_id
         return (await gateway.control.open_session(session_id, tenant(http))).session_id
 
     @routes.api_route("/close_session", methods=["GET", "POST"])
     async def close_session(http: Request, body: CloseSessionBody) -> Response:
-        await gateway.control.release(body.session_id, tenant(http))
+        if await trees.has(body.session_id, tenant(http)):
+            await trees.close(body.session_id, tenant(http))
+        else:
+            await gateway.control.release(body.session_id, tenant(http))
         return Response(status_code=200)
 
     @routes.api_route("/generate", methods=["POST", "PUT"])
     async def generate(http: Request, body: GenerateBody) -> Any:
         request = _turn_request(gateway, body, tenant(http))
         answer = _Answer(gateway, body, request.turn_id)
-        stream = gateway.run(request)
+        params = body.session_params
+        if params is not None and params.id and await trees.has(params.id, request.tenant):
+            request.create_session = True
+            stream = trees.run(request, params, partial(_input_ids, gateway, body))
+        else:
+            _check_streaming(params)
+            stream = gateway.run(request)
         try:
             if body.stream:
                 first = await until_disconnect(http, first_chunk(stream))
@@ -149,21 +156,29 @@ def sglang_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
+def _check_streaming(params: SessionParams | None) -> None:
+    for name in ("offset", "replace", "drop_previous_output"):
+        if params is not None and params.id and getattr(params, name):
+            raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
+
+
+def _input_ids(gateway: Gateway, body: GenerateBody, num_before: int) -> array[int]:
+    if body.input_ids is None:
+        return array("i", gateway.codec.encode(body.text or "", special=num_before == 0))
+    ids = array("i", body.input_ids)
+    # Clients tokenize each input by itself: what comes later does not begin the sequence again.
+    return ids[1:] if num_before and ids and ids[0] == gateway.codec.bos_id else ids
+
+
 def _turn_request(gateway: Gateway, body: GenerateBody, tenant: str) -> TurnRequest:
     params = body.session_params
     session_id = (params.id if params else None) or ""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("give one of text and input_ids")
-    if session_id and params is not None:
-        for name in ("offset", "replace", "drop_previous_output"):
-            if getattr(params, name):
-                raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
 
     async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = len(session.tokens) if session else 0
-        if body.input_ids is not None:
-            return keep_len, array("i", body.input_ids)
-        return keep_len, array("i", gateway.codec.encode(body.text or "", special=keep_len == 0))
+        return keep_len, _input_ids(gateway, body, keep_len)
 
     request = TurnRequest(
         tenant=tenant,

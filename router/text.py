@@ -22,6 +22,7 @@ class TextCodec:
             raise UnsupportedModel(f"tokenizer.json: not found in {model}; supported: fast tokenizers")
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         self._backend = self._tokenizer.backend_tokenizer
+        self.bos_id: int | None = self._tokenizer.bos_token_id
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

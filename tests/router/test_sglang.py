@@ -158,3 +158,57 @@ async def test_text_and_input_ids_together_are_refused(http: httpx.AsyncClient) 
     assert (await http.post("/generate", json=body())).status_code == 400
     assert (await http.post("/generate", json=body(input_ids=[999_999]))).status_code == 400
     assert (await http.post("/generate", json=body(input_ids=[]))).status_code == 400
+
+
+class Tree:
+    """A session that branches, and what each of its requests must see before it."""
+
+    def __init__(self, http: httpx.AsyncClient, session: str) -> None:
+        self.http, self.session = http, session
+        self.context: dict[str | None, list[int]] = {None: []}
+        self.prompt_len: dict[str, int] = {}
+
+    async def ask(self, name: str, given: list[int], keep_len: int | None = None, **params: Any) -> dict[str, Any]:
+        """``keep_len``: how much of the context of ``params["rid"]`` the request goes on from."""
+        request = body(input_ids=given, rid=name) | {"session_params": {"id": self.session} | params}
+        answer = await generate(self.http, request)
+        before = self.context[params.get("rid")]
+        sequence = before[: len(before) if keep_len is None else keep_len] + given
+        alone = await generate(self.http, body(input_ids=sequence))
+        assert answer["output_ids"] == alone["output_ids"], f"{name} does not go on from {params}"
+        assert answer["meta_info"]["prompt_tokens"] == len(sequence)
+        self.context[name], self.prompt_len[name] = sequence + answer["output_ids"], len(sequence)
+        return answer["meta_info"]
+
+
+async def test_a_session_that_branches_goes_on_from_any_request(cluster: Harness, http: httpx.AsyncClient) -> None:
+    tree = Tree(http, (await http.post("/open_session", json={"session_id": "a/b"})).json())
+    prompt = list(range(100, 140))
+    await tree.ask("r1", prompt)
+    meta = await tree.ask("r2", [200, 201], rid="r1")
+    assert meta["cached_tokens"] in (47, 48), "it costs its new tokens"
+    await tree.ask("r3", [300], rid="r1")
+    await tree.ask("r4", [400], rid="r2")
+    await tree.ask("r5", [500], rid="r2", keep_len=42, offset=42)
+    await tree.ask("r6", [600], rid="r2", keep_len=tree.prompt_len["r2"], drop_previous_output=True)
+    await tree.ask("r7", [700], rid="r4")
+    await tree.ask("other root", [100, 101])
+    await tree.ask("r8", [800], rid="r1", replace=True)
+    for gone in ("r2", "r3", "r7", "never was"):
+        refused = await http.post(
+            "/generate", json=body(input_ids=[1]) | {"session_params": {"id": "a/b", "rid": gone}}
+        )
+        assert refused.status_code == 400 and "is done" in refused.text
+    await tree.ask("r9", [900], rid="r8")
+    await tree.ask("r10", [901], rid="other root")
+    past = body(input_ids=[1]) | {"session_params": {"id": "a/b", "rid": "r1", "offset": 49}}
+    assert "must be from 0 to 48" in (await http.post("/generate", json=past)).text
+    assert (await http.post("/close_session", json={"session_id": "a/b"})).status_code == 200
+    gateway = cluster.router.gateway
+    assert await gateway.journal.list_sessions("") == [] and await gateway.journal.list_objects("", "node/") == []
+
+
+async def test_two_requests_that_go_on_from_one_at_once_both_do(http: httpx.AsyncClient) -> None:
+    tree = Tree(http, (await http.post("/open_session", json={})).json())
+    await tree.ask("root", [100, 101, 102])
+    await asyncio.gather(*(tree.ask(f"child {i}", [200 + i], rid="root") for i in range(4)))
