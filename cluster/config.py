@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError
 from router.config import RouterConfig
+from router.journal import MAX_SESSIONS_PER_TENANT
 from workers.config import BUNDLED_MODEL, EngineConfig
 
 
@@ -51,6 +52,14 @@ class Config(BaseModel):
         "process", description="process: survives kill -9; power: fsync before a token is shown"
     )
     max_live_turns: int = Field(256, ge=1, description="turns that run or wait on the router; more get 429")
+    max_turns_per_tenant: int | None = Field(
+        None, ge=1, description="of those, one tenant's; default: half of them where there are several tenants"
+    )
+    max_sessions_per_tenant: int = Field(
+        MAX_SESSIONS_PER_TENANT, ge=1, description="open sessions of a tenant; more get 429"
+    )
+    max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024, description="size of a request; a larger one gets 413")
+    turn_deadline_s: float = Field(3600.0, gt=0, description="how long a turn may take altogether before 504")
     max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait on one session; more get 429")
     worker_lease_s: float = Field(2.0, gt=0.5, description="silence after which a worker is taken for dead")
     worker_wait_s: float = Field(20.0, gt=0, description="wait for a live worker before 503")
@@ -96,6 +105,10 @@ class Config(BaseModel):
             journal_url=self.journal_url,
             journal_durability=self.journal_durability,
             max_live_turns=self.max_live_turns,
+            max_turns_per_tenant=self.max_turns_per_tenant,
+            max_sessions_per_tenant=self.max_sessions_per_tenant,
+            max_message_bytes=self.max_message_bytes,
+            turn_deadline_s=self.turn_deadline_s,
             max_queued_turns_per_session=self.max_queued_turns_per_session,
             worker_lease_s=self.worker_lease_s,
             worker_wait_s=self.worker_wait_s,

@@ -26,7 +26,7 @@ from holdfast.wire import SERVER_OPTIONS
 from router.config import RouterConfig
 from router.gateway import Gateway
 from router.grpc_api import SessionServer
-from router.http_common import error_response, tenant_of
+from router.http_common import LimitedBody, error_response, tenant_of
 from router.journal import Journal
 from router.metrics import Metrics
 from router.openai_api import openai_routes
@@ -50,6 +50,7 @@ def http_app(gateway: Gateway, grpc_address: Callable[[], str]) -> FastAPI:
             tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
 
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
+    app.add_middleware(LimitedBody, max_bytes=gateway.config.max_message_bytes)
     app.include_router(openai_routes(gateway))
     app.include_router(responses_routes(gateway))
     app.include_router(sglang_routes(gateway))
@@ -160,9 +161,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _journal(config: RouterConfig) -> Journal:
+    limit = config.max_sessions_per_tenant
     if config.journal_url is not None:
-        return RedisJournal(config.journal_url, config.journal_durability)
-    return SqliteJournal(config.journal_path, config.journal_durability)
+        return RedisJournal(config.journal_url, config.journal_durability, max_sessions=limit)
+    return SqliteJournal(config.journal_path, config.journal_durability, max_sessions=limit)
 
 
 class RouterServer:
@@ -182,7 +184,8 @@ class RouterServer:
     async def start(self) -> tuple[int, int]:
         """Serve; returns the HTTP and the gRPC port (which the config may leave to the system, as 0)."""
         await self._journal.start()
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        limit = ("grpc.max_receive_message_length", self.config.max_message_bytes)
+        self._grpc = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | dict([limit])).items()))
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.gateway), self._grpc)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)

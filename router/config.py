@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.journal import MAX_SESSIONS_PER_TENANT
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -24,6 +26,14 @@ class RouterConfig:
     """``process``: a shown token survives any kill -9. ``power``: it is fsynced first."""
     max_live_turns: int = 256
     """Turns that run or wait on this router; more get 429."""
+    max_turns_per_tenant: int | None = None
+    """Of those, one tenant's. None: half of them where there are several tenants, else all."""
+    max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT
+    """Sessions that a tenant may have open; more get 429."""
+    max_message_bytes: int = 64 * 1024 * 1024
+    """A request's size; a larger one gets 413 (gRPC: RESOURCE_EXHAUSTED). A million tokens are 4 MB."""
+    turn_deadline_s: float = 3600.0
+    """How long a turn may take altogether before it gets 504."""
     max_queued_turns_per_session: int = 16
     """Turns that wait for the one that runs on their session; more get 429."""
     worker_lease_s: float = 2.0
@@ -36,3 +46,10 @@ class RouterConfig:
     """Deadline of Release, FreeTail, Fork and Audit calls to a worker."""
     drain_timeout_s: float = 5.0
     """How long live turns may go on when the router is stopped."""
+
+    @property
+    def tenant_turns(self) -> int:
+        """How many turns of one tenant may run or wait."""
+        if self.max_turns_per_tenant is not None:
+            return self.max_turns_per_tenant
+        return self.max_live_turns if len(self.api_keys) < 2 else -(-self.max_live_turns // 2)

@@ -117,6 +117,7 @@ class Gateway:
         self._live: dict[str, _Live] = {}
         self._aborted: set[str] = set()
         self._num_turns = 0
+        self._turns_of: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
         self.control = Control(self)
 
@@ -163,12 +164,10 @@ class Gateway:
 
         Raises every HoldfastError that a caller can get; most before the first chunk.
         """
-        if self._num_turns >= self.config.max_live_turns:
-            self.metrics.rejected.inc()
-            raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
+        self._refuse_full(request.tenant)
         if request.turn_id in self._live:
             raise SessionBusy(f"request {request.turn_id} runs already; resume it, or send another id")
-        self._num_turns += 1
+        self._take_place(request.tenant)
         session = None
         try:
             if request.session_id:
@@ -180,7 +179,7 @@ class Gateway:
         except BaseException:
             if session is not None:
                 self.sessions.give_slot(session)
-            self._num_turns -= 1
+            self._give_place(request.tenant)
             raise
         async with aclosing(self._run_live(turn, self._relay(turn))) as chunks:
             async for chunk in chunks:
@@ -192,9 +191,9 @@ class Gateway:
         What the journal has comes first, then what is generated; of a turn that has ended, all that is
         left of it. Raises TurnNotFound, SessionBusy while a living router runs it, and as ``run``.
         """
-        self._refuse_busy(session_id)
+        self._refuse_busy(session_id, tenant)
         known = await self.journal.adopt_turn(session_id, tenant, turn_id)
-        self._refuse_busy(session_id)
+        self._refuse_busy(session_id, tenant)
         tokens = known.session.tokens[: known.keep_len] + known.tokens
         if not 0 <= start <= len(tokens) - known.prompt_len:
             raise InvalidRequest(f"turn {turn_id} has {len(tokens) - known.prompt_len} tokens, none at {start}")
@@ -206,16 +205,32 @@ class Gateway:
             yield self._shown_again(turn, start, known.finish)
             return
         session.busy, session.running_turn = True, turn_id
-        self._num_turns += 1
+        self._take_place(tenant)
         self.metrics.resumed.inc()
         async with aclosing(self._run_live(turn, self._relay(turn, resumed_at=start))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    def _refuse_busy(self, session_id: str) -> None:
+    def _refuse_full(self, tenant: str) -> None:
         if self._num_turns >= self.config.max_live_turns:
             self.metrics.rejected.inc()
             raise QueueFull(f"{self._num_turns} turns run or wait here; try again later")
+        if self._turns_of[tenant] >= self.config.tenant_turns:
+            self.metrics.rejected.inc()
+            raise QueueFull(f"{self._turns_of[tenant]} turns of yours run or wait here, no more may; try again later")
+
+    def _take_place(self, tenant: str) -> None:
+        self._num_turns += 1
+        self._turns_of[tenant] += 1
+
+    def _give_place(self, tenant: str) -> None:
+        self._num_turns -= 1
+        self._turns_of[tenant] -= 1
+        if not self._turns_of[tenant]:
+            del self._turns_of[tenant]
+
+    def _refuse_busy(self, session_id: str, tenant: str) -> None:
+        self._refuse_full(tenant)
         if self.sessions.running_turn(session_id):
             raise SessionBusy(f"session {session_id} already has an active request, here; wait for it or abort it")
 
@@ -304,7 +319,7 @@ class Gateway:
             if request.turn_id in self._aborted:
                 yield TurnChunk(turn.prompt_len, turn.cached_len or 0, finish_reason="abort")
                 return
-            update = await self._next_update(inbox)
+            update = await self._next_update(inbox, started)
             if update is None:
                 if request.turn_id in self._aborted:
                     continue
@@ -366,11 +381,14 @@ class Gateway:
 
         await self.sessions.up_to_date(session, begin, queue=turn.request.queue)
 
-    async def _next_update(self, inbox: TurnInbox) -> worker_pb2.TurnUpdate | None:
+    async def _next_update(self, inbox: TurnInbox, started: float) -> worker_pb2.TurnUpdate | None:
+        left_s = started + self.config.turn_deadline_s - time.monotonic()
         try:
-            async with asyncio.timeout(self.config.token_timeout_s):
+            async with asyncio.timeout(min(self.config.token_timeout_s, max(0.0, left_s))):
                 return await inbox.get()
         except TimeoutError:
+            if left_s <= self.config.token_timeout_s:
+                raise DeadlineExceeded(f"the turn was not done within {self.config.turn_deadline_s} s") from None
             raise DeadlineExceeded(f"no token came within {self.config.token_timeout_s} s") from None
 
     async def _take(self, turn: _Live, update: worker_pb2.TurnUpdate) -> TurnChunk:
@@ -412,7 +430,7 @@ class Gateway:
         turn_id, session = turn.request.turn_id, turn.session
         del self._live[turn_id]
         self._aborted.discard(turn_id)
-        self._num_turns -= 1
+        self._give_place(turn.request.tenant)
         if turn.link is not None:
             turn.link.abort(turn.submission)
         if session is not None and not completed:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.errors import HoldfastError, Unauthenticated
+from holdfast.errors import HoldfastError, RequestTooLarge, Unauthenticated
 from router.gateway import TurnChunk
 
 T = TypeVar("T")
@@ -33,6 +34,41 @@ def tenant_of(api_keys: tuple[str, ...], authorization: str | None) -> str:
     if not any(hmac.compare_digest(given.encode(), key.encode()) for key in api_keys):
         raise Unauthenticated("a valid API key is needed: Authorization: Bearer KEY")
     return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
+
+
+class LimitedBody:
+    """ASGI middleware: a request with a longer body is answered with 413, before more of it is read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        too_large = RequestTooLarge(f"a request may have {self._max_bytes} bytes")
+        told = dict(scope["headers"]).get(b"content-length", b"0")
+        if told.isdigit() and int(told) > self._max_bytes:
+            await error_response(too_large)(scope, receive, send)
+            return
+        num_read, refused = 0, False
+
+        async def limited() -> Message:
+            nonlocal num_read
+            message = await receive()
+            num_read += len(message.get("body", b""))
+            return message if num_read <= self._max_bytes else {"type": "http.disconnect"}
+
+        async def answer(message: Message) -> None:
+            """Whatever the app makes of a body that is cut off, the client is told why it was."""
+            nonlocal refused
+            if num_read <= self._max_bytes:
+                await send(message)
+            elif not refused:
+                refused = True
+                await error_response(too_large)(scope, receive, send)
+
+        await self._app(scope, limited, answer)
 
 
 def error_response(error: HoldfastError, param: str | None = None) -> JSONResponse:

@@ -17,6 +17,7 @@ from typing import Protocol
 ROUTER_LEASE_S = 3.0
 """Silence after which a router's turns are anybody's. Beats come four times as often."""
 BEATS_PER_LEASE = 4
+MAX_SESSIONS_PER_TENANT = 100_000
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Journal(Protocol):
         Another router's later writes to it are stale; a turn that a dead router left is rolled back, or
         that this one could not roll back when it ended.
         Raises SessionBusy while a living router runs a turn on it, SessionNotFound (also for another
-        tenant's, or if it is not to be created), SessionReleased.
+        tenant's, or if it is not to be created), SessionReleased, TooManySessions.
         """
 
     async def load(self, session_id: str, tenant: str) -> SessionRecord:
@@ -100,7 +101,10 @@ class Journal(Protocol):
         """Keep the first ``keep_len`` tokens. Raises SessionBusy."""
 
     async def fork(self, parent_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
-        """A new session, this router's, with the parent's first ``at_len`` tokens (None: all), pin and tenant."""
+        """A new session, this router's, with the parent's first ``at_len`` tokens (None: all), pin and tenant.
+
+        Raises SessionNotFound, SessionReleased, SessionExists, InvalidRequest, TooManySessions.
+        """
 
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         """Leave a tombstone; returns what the session was. Again: the same."""

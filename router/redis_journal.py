@@ -22,7 +22,7 @@ from redis.retry import Retry
 from holdfast.errors import ConfigError, JournalUnavailable
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.wire import error_from_code
-from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord, TurnRecord
+from router.journal import BEATS_PER_LEASE, MAX_SESSIONS_PER_TENANT, ROUTER_LEASE_S, SessionRecord, TurnRecord
 
 TIMEOUT_S = 5.0
 """For a connection and for an answer: a Redis that does not answer is one that went away."""
@@ -73,6 +73,12 @@ local function cut(keep)
   if keep == 0 then redis.call('DEL', tokens)
   else redis.call('SET', tokens, redis.call('GETRANGE', tokens, 0, 4 * keep - 1)) end
 end
+local function full(max)
+  local count = redis.call('SCARD', all)
+  if count >= tonumber(max) then
+    return {'too_many_sessions', count .. ' of your sessions are open, no more may be; release some'}
+  end
+end
 local function make(tenant, worker, epoch, router)
   redis.call('HSET', hash, 'tenant', tenant, 'worker', worker, 'epoch', epoch, 'turns', 0, 'released', 0,
              'turn', '', 'keep', 0, 'router', router, 'last', '')
@@ -91,7 +97,10 @@ end
 SCRIPTS = {
     "take": """
 local tenant, router, lease, create = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-if create == '1' and redis.call('EXISTS', hash) == 0 then make(tenant, '', 0, router) end
+if create == '1' and redis.call('EXISTS', hash) == 0 then
+  if full(ARGV[6]) then return full(ARGV[6]) end
+  make(tenant, '', 0, router)
+end
 local r, err = of_tenant(tenant)
 if not r then return err end
 err = own(r, router, lease)
@@ -193,6 +202,7 @@ end
 if redis.call('EXISTS', hash) == 1 then
   return {'session_exists', 'session ' .. id .. ' is there already'}
 end
+if full(ARGV[6]) then return full(ARGV[6]) end
 make(tenant, p.worker, 1, router)
 if len > 0 then redis.call('SET', tokens, string.sub(known, 1, 4 * len)) end
 return {0, p.worker, 1, 0, string.sub(known, 1, 4 * len)}
@@ -216,13 +226,20 @@ class RedisJournal:
     """See ``Journal``. What the server's append-only file must be is checked at the start:
     on for ``process``, and synced at every write for ``power``."""
 
-    def __init__(self, url: str, durability: str, lease_s: float = ROUTER_LEASE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        durability: str,
+        lease_s: float = ROUTER_LEASE_S,
+        max_sessions: int = MAX_SESSIONS_PER_TENANT,
+    ) -> None:
         if durability not in ("process", "power"):
             raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
         self.router = uuid.uuid4().hex
         self._url = url
         self._durability = durability
         self._lease_s = lease_s
+        self._max_sessions = max_sessions
         try:
             # A write that was sent is not sent again behind our back: its answer decides.
             self._redis = Redis.from_url(
@@ -257,7 +274,9 @@ class RedisJournal:
     # ---- the interface ----------------------------------------------------------------------------
 
     async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
-        answer = await self._run("take", session_id, tenant, tenant, self.router, LEASE, int(create))
+        answer = await self._run(
+            "take", session_id, tenant, tenant, self.router, LEASE, int(create), self._max_sessions
+        )
         return _record(session_id, tenant, answer)
 
     async def adopt_turn(self, session_id: str, tenant: str, turn_id: str) -> TurnRecord:
@@ -293,7 +312,9 @@ class RedisJournal:
     async def fork(self, parent_id: str, tenant: str, child_id: str, at_len: int | None) -> SessionRecord:
         at = "" if at_len is None else at_len
         parent = _keys(parent_id, tenant)[:2]
-        answer = await self._run("fork", child_id, tenant, tenant, parent_id, self.router, at, more_keys=parent)
+        answer = await self._run(
+            "fork", child_id, tenant, tenant, parent_id, self.router, at, self._max_sessions, more_keys=parent
+        )
         return _record(child_id, tenant, answer)
 
     async def release(self, session_id: str, tenant: str) -> SessionRecord:

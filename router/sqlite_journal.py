@@ -26,9 +26,10 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
+    TooManySessions,
     TurnNotFound,
 )
-from router.journal import BEATS_PER_LEASE, ROUTER_LEASE_S, SessionRecord, TurnRecord
+from router.journal import BEATS_PER_LEASE, MAX_SESSIONS_PER_TENANT, ROUTER_LEASE_S, SessionRecord, TurnRecord
 
 T = TypeVar("T")
 MAX_GROUP = 512
@@ -54,6 +55,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     last_finish TEXT NOT NULL DEFAULT '',
     router TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS open_sessions ON sessions (tenant) WHERE NOT released;
 -- Leases, in seconds of this machine's clock.
 CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
 -- The session as of its last good turn, and what its running turn adds after turn_keep_len. They
@@ -75,7 +77,13 @@ CREATE TABLE IF NOT EXISTS turn_tokens (
 class SqliteJournal:
     """See ``Journal``. One thread owns the database. ``process``: survives kill -9; ``power``: fsync first."""
 
-    def __init__(self, path: Path, durability: str, lease_s: float = ROUTER_LEASE_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        durability: str,
+        lease_s: float = ROUTER_LEASE_S,
+        max_sessions: int = MAX_SESSIONS_PER_TENANT,
+    ) -> None:
         if durability not in ("process", "power"):
             raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +91,7 @@ class SqliteJournal:
         self._path = path
         self.router = uuid.uuid4().hex
         self._lease_s = lease_s
+        self._max_sessions = max_sessions
         self._beats: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]] | None]
@@ -252,15 +261,24 @@ class SqliteJournal:
         self._db.execute("DELETE FROM routers WHERE router = ? OR expires < ?", (self.router, time.time()))
 
     def _take(self, session_id: str, tenant: str, create: bool) -> SessionRecord:
-        if create:
+        known = self._db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        if create and not known:
+            self._refuse_too_many(tenant)
             self._db.execute(
-                "INSERT OR IGNORE INTO sessions (session_id, tenant, router) VALUES (?, ?, ?)",
+                "INSERT INTO sessions (session_id, tenant, router) VALUES (?, ?, ?)",
                 (session_id, tenant, self.router),
             )
         record, turn_id = self._own(session_id, tenant)
         if turn_id:
             self._forget_turn(session_id)
         return record
+
+    def _refuse_too_many(self, tenant: str) -> None:
+        (count,) = self._db.execute(
+            "SELECT count(*) FROM sessions WHERE tenant = ? AND NOT released", (tenant,)
+        ).fetchone()
+        if count >= self._max_sessions:
+            raise TooManySessions(f"{count} of your sessions are open, no more may be; release some")
 
     def _own(self, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
         """The session, this router's from now on; and the turn that was left open by the one before."""
@@ -396,6 +414,7 @@ class SqliteJournal:
             raise InvalidRequest(f"session {parent_id} has {len(known.tokens)} tokens, cannot fork it at {at_len}")
         if self._db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (child_id,)).fetchone():
             raise SessionExists(f"session {child_id} is there already")
+        self._refuse_too_many(tenant)
         child = SessionRecord(child_id, known.tenant, known.worker, 1, 0, known.tokens[:at_len])
         self._db.execute(
             "INSERT INTO sessions (session_id, tenant, worker, epoch, router) VALUES (?, ?, ?, 1, ?)",

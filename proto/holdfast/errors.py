@@ -37,6 +37,13 @@ class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class RequestTooLarge(InvalidRequest):
+    """The request has more bytes than one may have."""
+
+    code = "request_too_large"
+    http_status = 413
+
+
 class Unauthenticated(HoldfastError):
     """No valid API key came with the request."""
 
@@ -122,6 +129,12 @@ class QueueFull(HoldfastError):
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     retry_after_s = 1.0
+
+
+class TooManySessions(QueueFull):
+    """The tenant has as many open sessions as it may; release some."""
+
+    code = "too_many_sessions"
 
 
 class OutOfPages(HoldfastError):

@@ -23,6 +23,7 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
+    TooManySessions,
 )
 from router.journal import Journal, SessionRecord
 from router.redis_journal import RedisJournal
@@ -418,3 +419,17 @@ async def test_owners_are_those_of_living_sessions(journal: Journal) -> None:
     await journal.release("b", "me")
     assert await journal.owners(["a", "b", "unknown"]) == {"a": ("worker-of-a", 1)}
     assert await journal.owners([]) == {}
+
+
+async def test_a_tenant_has_so_many_sessions_and_no_more(connect: Connect) -> None:
+    journal = await connect()
+    journal._max_sessions = 2  # type: ignore[attr-defined]
+    await take(journal, "a")
+    await journal.fork("a", "me", "b", None)
+    await take(journal, "a")
+    for make in (take(journal, "c"), journal.fork("a", "me", "c", None)):
+        with pytest.raises(TooManySessions, match="2 of your sessions are open"):
+            await make
+    await take(journal, "c", "you")
+    await journal.release("a", "me")
+    await take(journal, "d")

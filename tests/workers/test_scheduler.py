@@ -95,3 +95,19 @@ def test_refused_turns_leave_nothing() -> None:
         else:
             raise AssertionError("it was accepted")
     assert state == played.cache.pool.refcounts and not played.cache.slots
+
+
+def test_many_turns_of_one_tenant_do_not_hold_up_another() -> None:
+    played = Played(4, 64, 16)
+    for number in range(6):
+        played.scheduler.submit(
+            Turn(f"a{number}", f"a{number}", "a", new_tokens([1] * 4), 4, 0, SamplingParams(max_tokens=8))
+        )
+        if number < 4:
+            played.step()
+    assert len(played.scheduler.running) == 4, "the batch is full of them"
+    played.scheduler.finish(played.scheduler.turns["a5"], Outcome.ABORTED)
+    played.scheduler.submit(Turn("b", "b", "b", new_tokens([1] * 4), 4, 0, SamplingParams(max_tokens=8)))
+    while "b" not in played.scheduler.running:
+        played.step()
+    assert "a4" in {turn.turn_id for turn in played.scheduler.waiting}, "the newcomer of the other tenant came first"

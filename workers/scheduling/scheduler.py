@@ -8,7 +8,7 @@ retracted: it keeps its tokens, gives its place back, and returns when there is 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -164,16 +164,21 @@ class Scheduler:
         """Admit turns, in order, until ``budget`` tokens are spent; returns how many were."""
         left = budget
         while self.waiting and left > 0 and len(self.running) < self.limits.max_running:
-            turn = self.waiting[0]
+            turn = self._next_waiting()
             if self._head_is_blocked or not self._take_pages(turn):
                 self._head_is_blocked = True
                 break
-            self.waiting.popleft()
+            self.waiting.remove(turn)
             self.running[turn.turn_id] = turn
             count = min(self._todo(turn), left)
             work[turn.turn_id] = self._work(turn, count)
             left -= count
         return budget - left
+
+    def _next_waiting(self) -> Turn:
+        """The one that waits longest, of the tenant that runs fewest: many turns of one do not hold up others."""
+        running = Counter(turn.tenant for turn in self.running.values())
+        return min(self.waiting, key=lambda turn: running[turn.tenant])
 
     def _take_pages(self, turn: Turn) -> bool:
         """Resume the turn's slot and hold pages for its whole prompt; or leave all as it was."""

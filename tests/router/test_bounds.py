@@ -1,0 +1,87 @@
+"""What a router lets nobody exceed, and how it says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+from tests.harness import Harness, running
+from tests.waiting import until
+
+KEYS = ("mine", "yours")
+
+
+def keyed(cluster: Harness, key: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=cluster.url, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+
+def prompt(max_tokens: int) -> dict[str, Any]:
+    return {"prompt": "Return the", "max_tokens": max_tokens, "ignore_eos": True}
+
+
+async def test_one_tenant_s_turns_leave_room_for_another_s(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, api_keys=KEYS, max_live_turns=4) as cluster:
+        async with keyed(cluster, "mine") as mine, keyed(cluster, "yours") as yours:
+            long = [asyncio.create_task(mine.post("/v1/completions", json=prompt(400))) for _ in range(2)]
+            await until(lambda: len(cluster.router.gateway.live_turns()) == 2, 10, "two turns")
+            refused = await mine.post("/v1/completions", json=prompt(1))
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert "2 turns of yours" in refused.json()["error"]["message"]
+            assert (await yours.post("/v1/completions", json=prompt(2))).status_code == 200
+            assert [(await task).status_code for task in long] == [200, 200]
+            assert (await mine.post("/v1/completions", json=prompt(1))).status_code == 200
+        await cluster.assert_no_leak()
+
+
+async def test_a_tenant_has_so_many_open_sessions(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, max_sessions_per_tenant=1) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        await stub.Open(pb.OpenRequest(session_id="a"))
+        try:
+            await stub.Open(pb.OpenRequest(session_id="b"))
+            raise AssertionError("it was opened")
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert ("holdfast-code", "too_many_sessions") in tuple(error.trailing_metadata() or ())
+        await stub.Release(pb.ReleaseRequest(session_id="a"))
+        await stub.Open(pb.OpenRequest(session_id="b"))
+
+
+async def test_a_turn_that_takes_too_long_is_told_so(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, turn_deadline_s=0.3) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+            late = await http.post("/v1/completions", json=prompt(3000))
+            assert late.status_code == 504 and "not done within 0.3 s" in late.json()["error"]["message"]
+            assert (await http.post("/v1/completions", json=prompt(1))).status_code == 200
+        await cluster.assert_no_leak()
+
+
+async def test_a_request_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(20):
+            yield b"x" * 1000
+        yield b'"}'
+
+    async with running(tmp_path, num_workers=1, max_message_bytes=10_000) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+            for content in (b'{"prompt": "' + b"x" * 20_000 + b'"}', pieces()):
+                headers = {"content-type": "application/json"}
+                refused = await http.post("/v1/completions", content=content, headers=headers)
+                assert refused.status_code == 413, refused.text
+                assert refused.json()["error"]["code"] == "request_too_large"
+            assert (await http.post("/v1/completions", json=prompt(1))).status_code == 200
+        async with cluster.channel() as channel:
+            request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[200] * 20_000))
+            try:
+                await session_pb2_grpc.SessionServiceStub(channel).Generate(request).read()
+                raise AssertionError("it was taken")
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
