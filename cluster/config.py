@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError
 from router.config import RouterConfig
-from router.journal import MAX_SESSIONS_PER_TENANT
+from router.journal import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
 from workers.config import BUNDLED_MODEL, EngineConfig
 
 
@@ -57,6 +57,9 @@ class Config(BaseModel):
     )
     max_sessions_per_tenant: int = Field(
         MAX_SESSIONS_PER_TENANT, ge=1, description="open sessions of a tenant; more get 429"
+    )
+    tombstone_retention_s: float = Field(
+        TOMBSTONE_RETENTION_S, ge=60, description="how long a released session's id stays gone"
     )
     max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024, description="size of a request; a larger one gets 413")
     turn_deadline_s: float = Field(3600.0, gt=0, description="how long a turn may take altogether before 504")
@@ -107,6 +110,7 @@ class Config(BaseModel):
             max_live_turns=self.max_live_turns,
             max_turns_per_tenant=self.max_turns_per_tenant,
             max_sessions_per_tenant=self.max_sessions_per_tenant,
+            tombstone_retention_s=self.tombstone_retention_s,
             max_message_bytes=self.max_message_bytes,
             turn_deadline_s=self.turn_deadline_s,
             max_queued_turns_per_session=self.max_queued_turns_per_session,

@@ -161,10 +161,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _journal(config: RouterConfig) -> Journal:
-    limit = config.max_sessions_per_tenant
+    limit, retention_s = config.max_sessions_per_tenant, config.tombstone_retention_s
     if config.journal_url is not None:
-        return RedisJournal(config.journal_url, config.journal_durability, max_sessions=limit)
-    return SqliteJournal(config.journal_path, config.journal_durability, max_sessions=limit)
+        return RedisJournal(
+            config.journal_url, config.journal_durability, max_sessions=limit, tombstone_retention_s=retention_s
+        )
+    return SqliteJournal(
+        config.journal_path, config.journal_durability, max_sessions=limit, tombstone_retention_s=retention_s
+    )
 
 
 class RouterServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.journal import MAX_SESSIONS_PER_TENANT
+from router.journal import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class RouterConfig:
     """Of those, one tenant's. None: half of them where there are several tenants, else all."""
     max_sessions_per_tenant: int = MAX_SESSIONS_PER_TENANT
     """Sessions that a tenant may have open; more get 429."""
+    tombstone_retention_s: float = TOMBSTONE_RETENTION_S
+    """How long a released session's id stays gone."""
     max_message_bytes: int = 64 * 1024 * 1024
     """A request's size; a larger one gets 413 (gRPC: RESOURCE_EXHAUSTED). A million tokens are 4 MB."""
     turn_deadline_s: float = 3600.0

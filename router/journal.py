@@ -18,6 +18,8 @@ ROUTER_LEASE_S = 3.0
 """Silence after which a router's turns are anybody's. Beats come four times as often."""
 BEATS_PER_LEASE = 4
 MAX_SESSIONS_PER_TENANT = 100_000
+TOMBSTONE_RETENTION_S = 7 * 24 * 3600.0
+"""A released session's id stays gone for so long: far longer than any retry."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,14 @@ from redis.retry import Retry
 from holdfast.errors import ConfigError, JournalUnavailable
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.wire import error_from_code
-from router.journal import BEATS_PER_LEASE, MAX_SESSIONS_PER_TENANT, ROUTER_LEASE_S, SessionRecord, TurnRecord
+from router.journal import (
+    BEATS_PER_LEASE,
+    MAX_SESSIONS_PER_TENANT,
+    ROUTER_LEASE_S,
+    TOMBSTONE_RETENTION_S,
+    SessionRecord,
+    TurnRecord,
+)
 
 TIMEOUT_S = 5.0
 """For a connection and for an answer: a Redis that does not answer is one that went away."""
@@ -213,6 +220,7 @@ if not r then return err end
 if not r.released then
   r.epoch = r.epoch + 1
   redis.call('HSET', hash, 'released', 1, 'epoch', r.epoch)
+  redis.call('PEXPIRE', hash, ARGV[3])
   redis.call('DEL', tokens)
   redis.call('SREM', all, id)
   forget_turn()
@@ -232,6 +240,7 @@ class RedisJournal:
         durability: str,
         lease_s: float = ROUTER_LEASE_S,
         max_sessions: int = MAX_SESSIONS_PER_TENANT,
+        tombstone_retention_s: float = TOMBSTONE_RETENTION_S,
     ) -> None:
         if durability not in ("process", "power"):
             raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
@@ -240,6 +249,7 @@ class RedisJournal:
         self._durability = durability
         self._lease_s = lease_s
         self._max_sessions = max_sessions
+        self._retention_s = tombstone_retention_s
         try:
             # A write that was sent is not sent again behind our back: its answer decides.
             self._redis = Redis.from_url(
@@ -318,7 +328,9 @@ class RedisJournal:
         return _record(child_id, tenant, answer)
 
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
-        return _record(session_id, tenant, await self._run("release", session_id, tenant, tenant))
+        return _record(
+            session_id, tenant, await self._run("release", session_id, tenant, tenant, round(1000 * self._retention_s))
+        )
 
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         answers = await self._ask(

@@ -29,13 +29,21 @@ from holdfast.errors import (
     TooManySessions,
     TurnNotFound,
 )
-from router.journal import BEATS_PER_LEASE, MAX_SESSIONS_PER_TENANT, ROUTER_LEASE_S, SessionRecord, TurnRecord
+from router.journal import (
+    BEATS_PER_LEASE,
+    MAX_SESSIONS_PER_TENANT,
+    ROUTER_LEASE_S,
+    TOMBSTONE_RETENTION_S,
+    SessionRecord,
+    TurnRecord,
+)
 
 T = TypeVar("T")
 MAX_GROUP = 512
 """Writes in one transaction: bounds how long the first of them waits for the last."""
 LOCK_TIMEOUT_S = 5.0
 """How long a write waits for other routers' transactions, each of some milliseconds."""
+MAX_FAULTS_TOLD = 3
 SCHEMA_VERSION = 3
 
 SCHEMA = """
@@ -45,7 +53,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     worker TEXT NOT NULL DEFAULT '',
     epoch INTEGER NOT NULL DEFAULT 0,
     num_turns INTEGER NOT NULL DEFAULT 0,
-    released INTEGER NOT NULL DEFAULT 0,
+    released REAL NOT NULL DEFAULT 0,  -- when; 0: it is not
     turn_id TEXT NOT NULL DEFAULT '',
     turn_keep_len INTEGER NOT NULL DEFAULT 0,
     turn_prompt_len INTEGER NOT NULL DEFAULT 0,
@@ -56,6 +64,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     router TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_sessions ON sessions (tenant) WHERE NOT released;
+CREATE INDEX IF NOT EXISTS tombstones ON sessions (released) WHERE released;
 -- Leases, in seconds of this machine's clock.
 CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
 -- The session as of its last good turn, and what its running turn adds after turn_keep_len. They
@@ -83,6 +92,7 @@ class SqliteJournal:
         durability: str,
         lease_s: float = ROUTER_LEASE_S,
         max_sessions: int = MAX_SESSIONS_PER_TENANT,
+        tombstone_retention_s: float = TOMBSTONE_RETENTION_S,
     ) -> None:
         if durability not in ("process", "power"):
             raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
@@ -92,6 +102,7 @@ class SqliteJournal:
         self.router = uuid.uuid4().hex
         self._lease_s = lease_s
         self._max_sessions = max_sessions
+        self._retention_s = tombstone_retention_s
         self._beats: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]] | None]
@@ -109,10 +120,15 @@ class SqliteJournal:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version != SCHEMA_VERSION and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise ConfigError(f"journal_path: {self._path} is of another version of Holdfast; name a new file")
+            # A log that was torn is cut to its last whole commit by SQLite; a damaged file is nobody's to mend.
+            faults = [row[0] for row in db.execute(f"PRAGMA quick_check({MAX_FAULTS_TOLD})")]
+            if faults != ["ok"]:
+                raise ConfigError(f"journal_path: {self._path} is damaged; restore it, or name a new file: {faults}")
             db.execute(f"PRAGMA synchronous={self._sync}")
-            db.executescript(SCHEMA)
-            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        except sqlite3.Error as error:
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise ConfigError(f"journal_path: {self._path} is damaged: {error}") from None
             raise JournalUnavailable(f"journal {self._path}: {error}") from error
         return db
 
@@ -256,6 +272,8 @@ class SqliteJournal:
     def _beat(self) -> None:
         expires = time.time() + self._lease_s
         self._db.execute("INSERT OR REPLACE INTO routers VALUES (?, ?)", (self.router, expires))
+        oldest = time.time() - self._retention_s
+        self._db.execute("DELETE FROM sessions WHERE released AND released < ?", (oldest,))
 
     def _leave(self) -> None:
         self._db.execute("DELETE FROM routers WHERE router = ? OR expires < ?", (self.router, time.time()))
@@ -430,7 +448,9 @@ class SqliteJournal:
             raise SessionNotFound(f"session {session_id} does not exist")
         if not released:
             epoch += 1
-            self._db.execute("UPDATE sessions SET released = 1, epoch = ? WHERE session_id = ?", (epoch, session_id))
+            self._db.execute(
+                "UPDATE sessions SET released = ?, epoch = ? WHERE session_id = ?", (time.time(), epoch, session_id)
+            )
             self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
             self._forget_turn(session_id)
         return SessionRecord(session_id, owner, worker, epoch, num_turns)

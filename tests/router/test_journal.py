@@ -433,3 +433,22 @@ async def test_a_tenant_has_so_many_sessions_and_no_more(connect: Connect) -> No
     await take(journal, "c", "you")
     await journal.release("a", "me")
     await take(journal, "d")
+
+
+async def test_tombstones_go_when_no_retry_can_come_any_more(connect: Connect) -> None:
+    journal = await connect()
+    await take(journal, "kept")
+    await take(journal, "s")
+    journal._retention_s = 2 * LEASE_S  # type: ignore[attr-defined]
+    await journal.release("s", "me")
+    with pytest.raises(SessionReleased):
+        await take(journal, "s")
+    for _ in range(200):
+        try:
+            assert (await take(journal, "s")).epoch == 0
+            break
+        except SessionReleased:
+            await asyncio.sleep(LEASE_S / 4)
+    else:
+        raise AssertionError("the tombstone stays for ever")
+    assert (await journal.load("kept", "me")).epoch == 0

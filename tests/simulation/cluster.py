@@ -100,6 +100,7 @@ class SimulatedJournal(SqliteJournal):
         self.router, self._disk, self._db = name, disk, disk  # type: ignore[assignment]
         self._wrote = wrote
         self._lease_s = router.sqlite_journal.ROUTER_LEASE_S
+        self._retention_s = router.sqlite_journal.TOMBSTONE_RETENTION_S
         self._max_sessions = router.sqlite_journal.MAX_SESSIONS_PER_TENANT
         self._beats = None
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
