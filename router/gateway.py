@@ -62,6 +62,8 @@ class TurnRequest:
     """Wait for the session's running turn; off: refuse."""
     cache_key: str = ""
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rolled_back: Callable[[], Awaitable[None]] | None = None
+    """Called when the turn did not end well and the journal has forgotten it, by this router's doing."""
 
 
 @dataclass(slots=True)
@@ -440,7 +442,10 @@ class Gateway:
 
     async def _roll_back(self, turn: _Live, session: Session) -> None:
         try:
-            if not await self.journal.abort_turn(session.session_id, turn.request.turn_id):
+            if await self.journal.abort_turn(session.session_id, turn.request.turn_id):
+                if turn.request.rolled_back is not None:
+                    await turn.request.rolled_back()
+            else:
                 # Done after all, or another router's by now: what is known here may be out of date.
                 self.sessions.forget(session.session_id)
         except (SessionNotFound, SessionReleased):

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -60,6 +61,8 @@ class StoredResponse(BaseModel):
     """Where its items begin in its conversation."""
     background: bool = False
     stored: bool = True
+    saved: bool = False
+    """The journal has it: refused requests leave nothing there."""
     settings: dict[str, Any] = {}
     """What is only told back: temperature, metadata and the like."""
     sampling: bytes = b""
@@ -162,7 +165,7 @@ class Responses:
         return run
 
     async def _run(self, response: StoredResponse, tenant: str) -> AsyncIterator[TurnChunk]:
-        """The response's turn. Closing this early aborts it, unless it is another task's."""
+        """The response's turn. Closing this early, as when its client leaves, aborts it."""
         try:
             session_id = await self._session_of(response, tenant)
             while True:
@@ -173,6 +176,7 @@ class Responses:
                     session_id=session_id if response.stored else "",
                     queue=response.conversation is None,
                     turn_id=response.id,
+                    rolled_back=partial(self._cancelled, response, tenant),
                 )
                 response.session_id = session_id
                 if response.stored:
@@ -292,11 +296,21 @@ class Responses:
 
     async def _fail(self, response: StoredResponse, tenant: str, error: HoldfastError) -> None:
         response.status, response.error = "failed", {"code": error.code, "message": error.message}
-        if response.stored:
-            with suppress(HoldfastError):  # who asks finds no turn, and settles it
-                await self._save(response, tenant)
+        if response.saved:
+            await self._save_if_possible(response, tenant)
+
+    async def _cancelled(self, response: StoredResponse, tenant: str) -> None:
+        """Its client left, and its turn was rolled back."""
+        if response.saved and not response.ended:
+            response.status = "cancelled"
+            await self._save_if_possible(response, tenant)
+
+    async def _save_if_possible(self, response: StoredResponse, tenant: str) -> None:
+        with suppress(HoldfastError):  # else who asks finds no turn, and settles it
+            await self._save(response, tenant)
 
     async def _save(self, response: StoredResponse, tenant: str) -> None:
+        response.saved = True
         await self._journal.put_objects(tenant, {f"response/{response.id}": _dump(response)})
 
     # ---- to find one ------------------------------------------------------------------------------------

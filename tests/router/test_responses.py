@@ -220,6 +220,24 @@ async def test_a_conversation_keeps_its_items(clients: list[AsyncOpenAI]) -> Non
 
 
 @pytest.mark.parametrize("cluster", ["sqlite"], indirect=True)
+async def test_a_client_that_leaves_cancels_its_response(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+    stream = await ask(clients[0], LONG, max_output_tokens=2000, extra_body=ON, stream=True)
+    async for event in stream:
+        if event.type == "response.created":
+            response_id = event.response.id
+        if event.type == "response.output_text.delta":
+            break
+    await stream.close()
+    while (left := await clients[1].responses.retrieve(response_id)).status == "in_progress":
+        await asyncio.sleep(0.05)
+    assert (left.status, left.output) == ("cancelled", [])
+    with pytest.raises(openai.NotFoundError):
+        await ask(clients[0], "Hm?", previous_response_id="resp_unknown")
+    journal = cluster.router.gateway.journal
+    assert [key for key, _ in await journal.list_objects("", "response/")] == [f"response/{response_id}"]
+
+
+@pytest.mark.parametrize("cluster", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
