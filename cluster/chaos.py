@@ -109,6 +109,9 @@ class Chaos:
             self._stopping = True
             await asyncio.gather(*clients)
             await self._heal()
+        except ChaosFailed as failure:
+            # What was seen until then is worth as much as the failure.
+            self.report.wrong.append(failure.message)
         finally:
             for channel in self._channels.values():
                 await channel.close()
