@@ -18,6 +18,7 @@ from holdfast.errors import DeadlineExceeded
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.gateway import TurnRequest
+from router.sessions import Session
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -169,9 +170,12 @@ async def test_a_session_is_free_when_its_turn_is_seen_to_end(tmp_path: Path) ->
     async with running(tmp_path, num_workers=1) as cluster:
         gateway = cluster.router.gateway
 
+        async def prepare(session: Session | None) -> tuple[int, array[int]]:
+            return 0, array("i", [7, 8])
+
         async def play(turn_id: str, session_id: str, max_tokens: int, *, abort: bool = False) -> None:
             sampling = pb.Sampling(max_tokens=max_tokens, ignore_eos=True)
-            request = TurnRequest("", lambda _: (0, array("i", [7, 8])), sampling, session_id, turn_id=turn_id)
+            request = TurnRequest("", prepare, sampling, session_id, turn_id=turn_id)
             async for chunk in gateway.run(request):
                 if abort:
                     gateway.abort(turn_id)

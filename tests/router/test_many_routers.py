@@ -79,7 +79,7 @@ async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: lis
     params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)) for url in cluster.urls]
-        name = (await clients[0].post("/open_session", json={})).json()
+        name = (await clients[0].post("/open_session", json={"streaming": True})).json()
         body = {"text": "Return", "sampling_params": params, "session_params": {"id": name, "rid": None}}
         running_turn = asyncio.create_task(clients[0].post("/generate", json=body))
         await until(lambda: cluster.router.gateway.is_busy(name), 5, "the first to run")
