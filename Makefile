@@ -34,7 +34,6 @@ bench: $(VENV)/installed  ## figures into benchmarks/results
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.failover
-	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.ranks
 
 proto: $(VENV)/installed  ## the stubs, from the .proto files

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import Config
 from cluster.worker_group import WorkerGroup
@@ -187,7 +188,10 @@ class _Router:
         if self.actor is not None:
             ray.kill(self.actor)
         name = f"router-{os.getpid()}-{self.index}-{time.time_ns()}"
-        self.actor = RouterActor.options(name=name, num_cpus=0).remote(self.config)  # type: ignore[attr-defined]
+        # On this node, wherever there is room: here are its ports, its journal's file, and who was told of them.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
+        self.actor = RouterActor.options(**options).remote(self.config)  # type: ignore[attr-defined]
         port, grpc_port = await self.actor.start.remote(workers)
         # The next one serves where clients know this one.
         self.config = replace(self.config, port=port, grpc_port=grpc_port)
