@@ -71,6 +71,10 @@ class Config(BaseModel):
     token_timeout_s: float = Field(120.0, gt=0, description="wait for a turn's next token before 504")
     control_timeout_s: float = Field(10.0, gt=0, description="deadline of release, free_tail, fork, audit")
     start_timeout_s: float = Field(120.0, gt=0, description="deadline for a worker to load its model and serve")
+    handover_timeout_s: float = Field(60.0, ge=0, description="how long a drain goes on handing KV over")
+    rebalance_per_s: float = Field(
+        4.0, ge=0, description="sessions that may move in a second from a worker with many to one with few; 0: none"
+    )
     drain_timeout_s: float = Field(5.0, ge=0, description="how long live turns may go on at shutdown")
 
     def engine(self) -> EngineConfig:
@@ -118,6 +122,7 @@ class Config(BaseModel):
             worker_wait_s=self.worker_wait_s,
             token_timeout_s=self.token_timeout_s,
             control_timeout_s=self.control_timeout_s,
+            handover_timeout_s=self.handover_timeout_s,
             drain_timeout_s=self.drain_timeout_s,
         )
 

@@ -108,8 +108,8 @@ def http_app(gateway: Gateway, grpc_address: Callable[[], str]) -> FastAPI:
         return {"pid": os.getpid(), "grpc": grpc_address(), "live_turns": len(gateway.live_turns())}
 
     @app.post("/holdfast/workers/{worker_id}/drain")
-    async def drain(worker_id: str, timeout_s: float = Query(30.0, ge=0)) -> dict[str, Any]:
-        return {"worker_id": worker_id, "turns_moved": await gateway.control.drain(worker_id, timeout_s)}
+    async def drain(worker_id: str, timeout_s: float = Query(30.0, ge=0), stop: bool = False) -> dict[str, Any]:
+        return {"worker_id": worker_id, **await gateway.moves.drain(worker_id, timeout_s, stop=stop)}
 
     @app.get("/holdfast/audit")
     async def audit() -> list[dict[str, Any]]:

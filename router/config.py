@@ -46,6 +46,8 @@ class RouterConfig:
     """How long a turn waits for its next token, queueing included, before it gets 504."""
     control_timeout_s: float = 10.0
     """Deadline of Release, FreeTail, Fork and Audit calls to a worker."""
+    handover_timeout_s: float = 60.0
+    """How long a drain goes on handing KV over; what has not moved by then is computed again."""
     drain_timeout_s: float = 5.0
     """How long live turns may go on when the router is stopped."""
 

@@ -1,4 +1,4 @@
-"""What is done to sessions and workers beside their turns: open, release, cut, fork, drain.
+"""What is done to sessions and workers beside their turns: open, release, cut, fork, sweep.
 
 The journal comes first, the worker after it: what the journal has is so, whatever becomes of the worker.
 """
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from holdfast.errors import DeadlineExceeded, HoldfastError, InvalidRequest, NoWorkerAvailable, WorkerNotFound
+from holdfast.errors import DeadlineExceeded, HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.v1 import session_pb2
 from router.journal import SessionRecord
 from router.workers import WorkerLink
@@ -135,18 +135,3 @@ class Control:
                 # Only KV is not shared then: the child's first turn computes it.
                 log.info("fork %s: no KV shared: %s", child.session_id, error.message)
         return child
-
-    async def drain(self, worker_id: str, timeout_s: float) -> int:
-        """Have a worker take no more turns; what runs for longer than ``timeout_s`` goes on elsewhere.
-
-        Returns how many turns did. Raises WorkerNotFound.
-        """
-        link = next((link for link in self._gateway.alive_links() if link.address.worker_id == worker_id), None)
-        if link is None:
-            raise WorkerNotFound(
-                f"no worker {worker_id} is alive; there are: {', '.join(self._worker_ids()) or 'none'}"
-            )
-        return await link.drain(timeout_s, self._gateway.config.control_timeout_s)
-
-    def _worker_ids(self) -> list[str]:
-        return sorted(link.address.worker_id for link in self._gateway.alive_links())

@@ -36,6 +36,7 @@ from router.config import RouterConfig
 from router.control import Control
 from router.journal import Journal
 from router.metrics import Metrics
+from router.moves import Moves
 from router.placement import Placement
 from router.sessions import Session, Sessions
 from router.text import TextCodec
@@ -122,6 +123,7 @@ class Gateway:
         self._turns_of: Counter[str] = Counter()
         self._background: set[asyncio.Task[None]] = set()
         self.control = Control(self)
+        self.moves = Moves(self)
 
     # ---- workers ------------------------------------------------------------------------------------
 
@@ -134,7 +136,20 @@ class Gateway:
             await link.close()
         for name, address in wanted.items():
             if name not in self._links:
-                self._links[name] = WorkerLink(address, self.config.worker_lease_s, self.control.sweep)
+                link = WorkerLink(address, self.config.worker_lease_s, self.control.sweep, self._let_leave)
+                self._links[name] = link
+
+    def _let_leave(self, link: WorkerLink, grace_s: float) -> None:
+        """A worker was told to go, and asks for it."""
+
+        async def leave() -> None:
+            try:
+                # Half of what it has is for its turns, the rest for its sessions.
+                await self.moves.drain(link.address.worker_id, grace_s / 2, stop=True)
+            except HoldfastError as error:
+                log.warning("worker %s was not drained: %s", link.name, error.message)
+
+        self._in_background(leave())
 
     def link(self, name: str) -> WorkerLink | None:
         """The worker that a pin names, if it is alive."""

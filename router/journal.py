@@ -73,6 +73,9 @@ class Journal(Protocol):
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         """Give the session to ``worker`` if its epoch is still ``epoch``; returns the next one."""
 
+    async def move(self, session_id: str, epoch: int, worker: str) -> int:
+        """As ``pin``, for a session at rest, and by any router. Raises SessionBusy if a turn is open on it."""
+
     async def begin_turn(
         self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
     ) -> None:

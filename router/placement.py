@@ -17,6 +17,10 @@ MAX_KEYS = 16_384
 TURN_COST_TOKENS = 256
 """What a live turn on a worker is taken to cost a newcomer, in prefill tokens: shares its steps."""
 
+MIN_IMBALANCE, MAX_IMBALANCE = 4, 0.25
+"""Workers are in balance while they differ by no more sessions than this, or this share of the most: far
+enough apart that sessions do not go to and fro."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
@@ -26,6 +30,27 @@ class WorkerView:
     live_turns: int
     sessions: int
     max_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """``count`` sessions are to go from ``source`` to ``target``."""
+
+    source: str
+    target: str
+    count: int
+
+
+def shed(workers: list[WorkerView]) -> Shed | None:
+    """What the worker with most sessions should give to the one with fewest; None: they are in balance."""
+    if len(workers) < 2:
+        return None
+    most = max(workers, key=lambda worker: (worker.sessions, worker.name))
+    least = min(workers, key=lambda worker: (worker.sessions, worker.name))
+    difference = most.sessions - least.sessions
+    if difference <= max(MIN_IMBALANCE, MAX_IMBALANCE * most.sessions):
+        return None
+    return Shed(most.name, least.name, difference // 2)
 
 
 class Placement:

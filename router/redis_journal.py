@@ -146,6 +146,13 @@ if not r then return err end
 redis.call('HSET', hash, 'worker', ARGV[3], 'epoch', r.epoch + 1)
 return {0, r.epoch + 1}
 """,
+    "move": """
+local r, err = fenced(ARGV[2])
+if not r then return err end
+if r.turn ~= '' then return busy() end
+redis.call('HSET', hash, 'worker', ARGV[3], 'epoch', r.epoch + 1)
+return {0, r.epoch + 1}
+""",
     "begin": """
 local r, err = fenced(ARGV[2])
 if not r then return err end
@@ -301,6 +308,9 @@ class RedisJournal:
 
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         return int((await self._run("pin", session_id, "", epoch, worker))[1])
+
+    async def move(self, session_id: str, epoch: int, worker: str) -> int:
+        return int((await self._run("move", session_id, "", epoch, worker))[1])
 
     async def begin_turn(
         self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes

@@ -205,6 +205,9 @@ class SqliteJournal:
     async def pin(self, session_id: str, epoch: int, worker: str) -> int:
         return await self._call(self._pin, session_id, epoch, worker)
 
+    async def move(self, session_id: str, epoch: int, worker: str) -> int:
+        return await self._call(self._move, session_id, epoch, worker)
+
     async def begin_turn(
         self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
     ) -> None:
@@ -355,12 +358,18 @@ class SqliteJournal:
         )
         return epoch + 1
 
+    def _move(self, session_id: str, epoch: int, worker: str) -> int:
+        self._at_rest(session_id, epoch)
+        return self._pin(session_id, epoch, worker)
+
+    def _at_rest(self, session_id: str, epoch: int) -> None:
+        if self._fenced(session_id, epoch)[5]:
+            raise SessionBusy(f"session {session_id} already has an active request")
+
     def _begin_turn(
         self, session_id: str, epoch: int, turn_id: str, keep_len: int, ids: array[int], request: bytes
     ) -> None:
-        row = self._fenced(session_id, epoch)
-        if row[5]:
-            raise SessionBusy(f"session {session_id} already has an active request")
+        self._at_rest(session_id, epoch)
         self._db.execute(
             "UPDATE sessions SET turn_id = ?, turn_keep_len = ?, turn_prompt_len = ?, turn_request = ? "
             "WHERE session_id = ?",

@@ -44,7 +44,11 @@ class WorkerLink:
     """One worker. ``alive`` while its stream is open and it was heard within the lease."""
 
     def __init__(
-        self, address: WorkerAddress, lease_s: float, on_attached: Callable[[WorkerLink], None] = lambda link: None
+        self,
+        address: WorkerAddress,
+        lease_s: float,
+        on_attached: Callable[[WorkerLink], None] = lambda link: None,
+        on_leaving: Callable[[WorkerLink, float], None] = lambda link, grace_s: None,
     ) -> None:
         self.address = address
         self.name = address.name
@@ -52,6 +56,7 @@ class WorkerLink:
         self.stats = worker_pb2.WorkerStats()
         self._lease_s = lease_s
         self._on_attached = on_attached
+        self._on_leaving = on_leaving
         self._channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
@@ -121,6 +126,20 @@ class WorkerLink:
         """The sessions that it holds slots of."""
         answer: worker_pb2.SlotsResponse = await self._call(self._stub.Slots, worker_pb2.SlotsRequest(), timeout_s)
         return list(answer.session_ids)
+
+    async def take_over(
+        self, session_id: str, epoch: int, source_address: str, timeout_s: float
+    ) -> worker_pb2.ImportResponse:
+        """Have it read an idle session's KV from another worker. Raises HandoverRefused if it is better not."""
+        request = worker_pb2.ImportRequest(
+            session_id=session_id, epoch=epoch, source_address=source_address, timeout_s=timeout_s
+        )
+        answer: worker_pb2.ImportResponse = await self._call(self._stub.Import, request, timeout_s)
+        return answer
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it; the supervisor starts its next incarnation."""
+        await self._call(self._stub.Stop, worker_pb2.StopRequest(), timeout_s)
 
     async def flush(self, timeout_s: float) -> int:
         return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
@@ -193,6 +212,8 @@ class WorkerLink:
                 inbox.put_nowait(update)
         elif kind == "beat":
             self.stats = message.beat
+        elif kind == "leaving":
+            self._on_leaving(self, message.leaving.grace_s)
         elif kind == "welcome" and message.welcome.incarnation == self.address.incarnation:
             self.welcome = message.welcome
             self.ready.set()

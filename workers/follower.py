@@ -5,13 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from holdfast.tokens import unpack_tokens
 from holdfast.v1 import rank_pb2
 from workers.collectives import Collectives
+from workers.commands import on_thread
 from workers.config import EngineConfig
 from workers.rank import Batch, Rank
 from workers.step_log import LogReader
+
+T = TypeVar("T")
 
 
 class Follower:
@@ -34,7 +39,7 @@ class Follower:
         self.reader = LogReader(self.rank.cache, incarnation)
         self._send_ack = send_ack
         self._on_crash = on_crash
-        self._entries: queue.SimpleQueue[rank_pb2.Entry | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[rank_pb2.Entry | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-follower", daemon=True)
 
     def start(self) -> None:
@@ -42,16 +47,28 @@ class Follower:
 
     def stop(self) -> None:
         """End after the entries that were pushed."""
-        self._entries.put(None)
+        self._items.put(None)
         self._thread.join()
 
-    def push(self, entry: rank_pb2.Entry) -> None:
-        self._entries.put(entry)
+    def push(self, item: rank_pb2.Entry | Callable[[], None]) -> None:
+        """An entry; or a command, to run when all entries pushed before it are done."""
+        self._items.put(item)
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """``act()``, in this rank's thread, between two steps. HoldfastErrors come through the future."""
+        return on_thread(act, self.push)
+
+    def take(self, item: rank_pb2.Entry | Callable[[], None]) -> None:
+        """In this rank's thread: do what was pushed."""
+        if isinstance(item, rank_pb2.Entry):
+            self.step(item)
+        else:
+            item()
 
     def _run(self) -> None:
         try:
-            while (entry := self._entries.get()) is not None:
-                self.step(entry)
+            while (item := self._items.get()) is not None:
+                self.take(item)
         except BaseException as error:
             self._on_crash(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import zlib
 from array import array
 from collections import Counter
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -25,14 +25,19 @@ from holdfast.errors import HoldfastError, InvalidRequest, StaleEpoch
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.collectives import Collectives
+from workers.commands import answering, on_thread
 from workers.config import EngineConfig
+from workers.handover import Handovers
 from workers.kv import Outcome
+from workers.kv.prefix import common_prefix_len
 from workers.rank import Batch, Rank, StepResult
 from workers.sampler import TokenLogprobs
 from workers.scheduling import Finish, SamplingParams, Scheduler, SchedulerLimits, Turn, Work
 from workers.step_log import Acks, LogWriter, RecordedCache, audit_message
 
 T = TypeVar("T")
+PREFILL_TOKENS = 128
+"""A step of so many tokens tells how fast prompts are computed; a smaller one, how fast a step is."""
 IDLE_WAIT_S = 0.5
 MAX_EPOCHS = 65_536
 """Sessions whose epoch is remembered. The journal fences all the same; this only refuses sooner."""
@@ -121,6 +126,9 @@ class Leader:
             max_waiting=config.max_queued_requests,
         )
         self.scheduler = Scheduler(self.cache, limits)
+        self.handovers = Handovers(self)
+        self.prefill_tokens_per_s = 0.0
+        """As of late; 0: not known yet."""
         self.counters: Counter[str] = Counter()
         self._emit = emit
         self._on_crash = on_crash
@@ -165,17 +173,18 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
+            self.handovers.end(session_id)
             self.cache.release_session(session_id)
             self._epochs.pop(session_id, None)
 
         def release() -> None:
-            self._check_epoch(session_id, epoch)
+            self.check_epoch(session_id, epoch)
             if after_turn and self.scheduler.turn_of(session_id) is not None:
                 self._after_turn.setdefault(session_id, []).append(command)
                 return
             self._control(release_now, done)
 
-        command = _answering(release, done)
+        command = answering(release, done)
         self._commands.put(command)
         return done
 
@@ -196,7 +205,8 @@ class Leader:
         """
 
         def cut() -> None:
-            self._check_epoch(session_id, epoch)
+            self.check_epoch(session_id, epoch)
+            self.handovers.end(session_id)
             if session_id in self.cache.slots:
                 self.cache.free_tail(session_id, keep_len)
 
@@ -208,22 +218,36 @@ class Leader:
 
     def fork(self, parent_id: str, child_id: str, epoch: int, at_len: int | None) -> Future[int]:
         """A new session that shares its parent's KV; the future gives how many tokens it has of it."""
-        done: Future[int] = Future()
 
-        def fork() -> None:
+        def fork() -> int:
             child = self.cache.fork(parent_id, child_id, at_len)
-            self._epochs[child_id] = epoch
-            shared_len = child.committed_len
-            self._when_applied(lambda acks: done.set_result(shared_len))
+            self.remember_epoch(child_id, epoch)
+            return child.committed_len
 
-        self._commands.put(_answering(fork, done))
-        return done
+        return self.when_applied(fork)
 
     def sessions(self) -> Future[list[str]]:
         """The sessions that have a slot here."""
-        done: Future[list[str]] = Future()
-        slots = self.cache.slots
-        self._commands.put(lambda: done.set_result([s.session_id for s in slots.values() if not s.ephemeral]))
+
+        def sessions() -> list[str]:
+            slots = self.cache.slots.values()
+            return [s.session_id for s in slots if not s.ephemeral and not self.handovers.is_under_way(s)]
+
+        return self.call(sessions)
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """``act()``, in the loop's thread, between two steps. HoldfastErrors come through the future."""
+        return on_thread(act, self._commands.put)
+
+    def when_applied(self, act: Callable[[], T]) -> Future[T]:
+        """As ``call``; the future is done when every rank has done what ``act`` did to the cache (law L9)."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            result = act()
+            self._when_applied(lambda acks: done.set_result(result))
+
+        self._commands.put(answering(run, done))
         return done
 
     def audit(self) -> Future[worker_pb2.AuditResponse]:
@@ -247,7 +271,7 @@ class Leader:
 
             self._when_applied(answer)
 
-        self._commands.put(_answering(audit, done))
+        self._commands.put(answering(audit, done))
         return done
 
     # ---- the other ranks ----------------------------------------------------------------------------
@@ -312,7 +336,7 @@ class Leader:
 
     def _control_call(self, act: Callable[[], object]) -> Future[worker_pb2.ControlResponse]:
         done: Future[worker_pb2.ControlResponse] = Future()
-        self._commands.put(_answering(lambda: self._control(act, done), done))
+        self._commands.put(answering(lambda: self._control(act, done), done))
         return done
 
     # ---- the loop ---------------------------------------------------------------------------------
@@ -330,12 +354,19 @@ class Leader:
         step = self.scheduler.plan()
         batch = Batch.of(step.work)
         self._write_log(batch)
+        began = time.monotonic()
         result = self.rank.apply(step, batch)
+        self._measure(len(batch.tokens), time.monotonic() - began)
         self.scheduler.commit(step)
         for work in step.work:
             self._collect(work, result)
         self.counters["steps"] += bool(step.work)
         self._send_updates()
+
+    def _measure(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= PREFILL_TOKENS and seconds > 0:
+            before = self.prefill_tokens_per_s or num_tokens / seconds
+            self.prefill_tokens_per_s = 0.5 * (before + num_tokens / seconds)
 
     def _take_commands(self) -> bool:
         """Run the commands that wait; with nothing to compute, wait for one. False: stop."""
@@ -407,8 +438,9 @@ class Leader:
     def _admit(self, submission: Submission) -> Turn | None:
         """The turn, queued; None if its prefix is not here."""
         if not submission.ephemeral:
-            self._check_epoch(submission.session_id, submission.epoch)
+            self.check_epoch(submission.session_id, submission.epoch)
         self._end_superseded(submission)
+        self.handovers.end(submission.session_id)
         slot = self.cache.slots.get(submission.session_id)
         tokens, keep_len = submission.tokens, 0
         if submission.prefix_len:
@@ -441,9 +473,7 @@ class Leader:
             return turn
         self.scheduler.submit(turn)
         if not submission.ephemeral:
-            self._epochs[submission.session_id] = submission.epoch
-            if len(self._epochs) > MAX_EPOCHS:
-                del self._epochs[next(iter(self._epochs))]
+            self.remember_epoch(submission.session_id, submission.epoch)
         self.counters["turns"] += 1
         return turn
 
@@ -472,7 +502,14 @@ class Leader:
         for waiting in self._after_turn.pop(turn.session_id, []):
             waiting()
 
-    def _check_epoch(self, session_id: str, epoch: int) -> None:
+    def remember_epoch(self, session_id: str, epoch: int) -> None:
+        """What was done under an earlier one is refused from now on. In the loop's thread."""
+        self._epochs[session_id] = epoch
+        if len(self._epochs) > MAX_EPOCHS:
+            del self._epochs[next(iter(self._epochs))]
+
+    def check_epoch(self, session_id: str, epoch: int) -> None:
+        """Raises StaleEpoch. In the loop's thread."""
         seen = self._epochs.get(session_id, 0)
         if epoch < seen:
             raise StaleEpoch(f"session {session_id} is at epoch {seen} here, epoch {epoch} has passed")
@@ -487,22 +524,3 @@ class Leader:
         news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
         if news:
             self.log.hold(self.log.last_index, lambda acks: self._emit(news))
-
-
-def _answering(run: Callable[[], None], done: Future[T]) -> Callable[[], None]:
-    """``run``, with its errors going to who waits for ``done``."""
-
-    def answering() -> None:
-        try:
-            run()
-        except HoldfastError as error:
-            done.set_exception(error)
-
-    return answering
-
-
-def common_prefix_len(a: array[int], b: array[int]) -> int:
-    """How many leading tokens two sequences share."""
-    length = min(len(a), len(b))
-    differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length) if length else np.zeros(0, bool)
-    return int(differ.argmax()) if differ.any() else length

@@ -18,6 +18,7 @@ from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.kv.sessions import new_tokens
 from workers.models import ForwardBatch, KVPool, ModelConfig, load_decoder
 from workers.models.config import DTYPES
+from workers.models.loader import fingerprint
 from workers.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.scheduling import Step, Work
 from workers.step_log import RecordedCache
@@ -89,6 +90,12 @@ class Rank:
         kind = RecordedCache if leads else SessionCache
         self.cache: SessionCache = kind(num_pages, config.page_size, config.max_sessions)
         self.kv = KVPool(self.decoder.config, num_pages, config.page_size, self.dtype, self.device)
+        model = self.decoder.config
+        self.layout = (
+            f"{config.page_size} x {model.num_layers} x {model.num_kv_heads} x {model.head_dim} {self.dtype}, "
+            f"{self.shard.size} ranks, checkpoint {fingerprint(config.model)}"
+        )
+        """Pages of ranks with the same layout are of the same shape, and mean the same."""
         max_pages = -(-self.context_len // config.page_size)
         # Entries that were never set point to the spare page past the pool's end.
         self.tables = torch.full((config.max_sessions, max_pages), num_pages, dtype=torch.int32, device=self.device)

@@ -13,7 +13,7 @@ import grpc
 
 from holdfast.errors import RankDiverged
 from holdfast.v1 import rank_pb2, rank_pb2_grpc, worker_pb2
-from holdfast.wire import CHANNEL_OPTIONS
+from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
 from workers.step_log import LogWriter
 
 log = logging.getLogger("holdfast.rank")
@@ -29,7 +29,9 @@ class RankLinks:
         self._outboxes: dict[int, asyncio.Queue[rank_pb2.LeaderMessage]] = {}
         self._entries: queue.SimpleQueue[rank_pb2.LeaderMessage | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_over, name="holdfast-rank-links", daemon=True)
-        self._channels: list[grpc.aio.Channel] = []
+        self._channels: dict[int, grpc.aio.Channel] = {}
+        self.addresses: list[str] = []
+        """Of the followers, by rank."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self.hellos: dict[int, rank_pb2.RankHello] = {}
@@ -40,6 +42,7 @@ class RankLinks:
         ``digest``: of the leader's empty state. Raises RankDiverged for a rank that is not made like the
         leader, TimeoutError if one does not answer.
         """
+        self.addresses = [address for _, address in sorted(addresses.items())]
         async with asyncio.timeout(timeout_s):
             calls = {rank: await self._open(rank, address) for rank, address in addresses.items()}
         for rank, hello in self.hellos.items():
@@ -55,6 +58,16 @@ class RankLinks:
         """Called in the leader's thread; returns at once."""
         self._entries.put(rank_pb2.LeaderMessage(entry=entry))
 
+    async def fetch(self, rank: int, request: rank_pb2.FetchRequest) -> int:
+        """Have a follower read its pages of a session; returns the bytes. Raises as ``fetch_pages``."""
+        try:
+            answer: rank_pb2.FetchResponse = await rank_pb2_grpc.RankServiceStub(self._channels[rank]).Fetch(
+                request, timeout=request.timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        return answer.bytes
+
     def expect_end(self) -> None:
         self._stopping = True
 
@@ -67,7 +80,7 @@ class RankLinks:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in self._channels:
+        for channel in self._channels.values():
             await channel.close()
 
     def stats(self, writer: LogWriter) -> list[worker_pb2.RankStats]:
@@ -84,7 +97,7 @@ class RankLinks:
 
     async def _open(self, rank: int, address: str) -> Any:
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._channels.append(channel)
+        self._channels[rank] = channel
         call = rank_pb2_grpc.RankServiceStub(channel).Follow(wait_for_ready=True)
         message = await call.read()
         if message is grpc.aio.EOF:

@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from holdfast.errors import RankDiverged, StaleEpoch
-from holdfast.v1 import rank_pb2, rank_pb2_grpc
-from holdfast.wire import SERVER_OPTIONS, abort_with
+from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS, abort_with, answers_errors
 from workers.collectives import Collectives
 from workers.config import EngineConfig
 from workers.follower import Follower
+from workers.handover_rpc import KVServer, fetch_pages
 
 log = logging.getLogger("holdfast.rank")
 
@@ -51,6 +52,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         )
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rank_pb2_grpc.add_RankServiceServicer_to_server(self, server)
+        kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self.follower), server)
         port = server.add_insecure_port(f"{host}:0")
         self.follower.start()
         await server.start()
@@ -87,6 +89,10 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
             reader.cancel()
             if not self._stopping:
                 self._on_lost(f"{self.name}: the stream from its leader broke")
+
+    @answers_errors
+    async def Fetch(self, request: rank_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> rank_pb2.FetchResponse:
+        return rank_pb2.FetchResponse(bytes=await fetch_pages(self.follower, request))
 
     async def _read(self, requests: AsyncIterator[rank_pb2.LeaderMessage]) -> None:
         messages = aiter(requests)

@@ -8,6 +8,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
@@ -15,13 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
-from holdfast.errors import InvalidRequest, NoWorkerAvailable
+from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.tokens import unpack_tokens
-from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import SERVER_OPTIONS, answers_errors
+from holdfast.v1 import kv_pb2_grpc, session_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS, abort_with, answers_errors
 from holdfast.worker_metrics import WorkerCollector
 from workers.collectives import Collectives
 from workers.config import EngineConfig
+from workers.handover_rpc import Importer, KVServer, hold_for_reader
 from workers.leader import Leader, Submission, TurnUpdate
 from workers.rank_links import RankLinks
 from workers.sampler import TokenLogprobs
@@ -32,6 +34,8 @@ T = TypeVar("T")
 BEAT_INTERVAL_S = 0.25
 """Several beats fit into a router's lease (2 s), so that one late beat is not a death."""
 DRAIN_POLL_S = 0.02
+STOP_DELAY_S = 0.05
+"""For the answer to get out before the process ends."""
 MAX_ANSWERS = 1024
 """Answers of the control plane that are kept for whoever asks again."""
 SERVICE = "holdfast.v1.WorkerService"
@@ -75,11 +79,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         ``followers`` gives the other ranks' addresses when they are ready; it may wait for them.
         """
         self._leader = await asyncio.to_thread(self._load)
+        self._importer = Importer(self._leader, self._links)
         addresses = await asyncio.to_thread(followers)
         timeout_s = self._config.collective_timeout_s
         await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self._leader), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
@@ -94,7 +100,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         self._server = server
-        return f"{host}:{port}"
+        self._addresses = [f"{host}:{port}", *self._links.addresses]
+        return self._addresses[0]
 
     def _load(self) -> Leader:
         return Leader(
@@ -228,6 +235,28 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.SlotsRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SlotsResponse:
         return worker_pb2.SlotsResponse(session_ids=await _result(self._leader.sessions()))
+
+    @answers_errors
+    async def Import(
+        self, request: worker_pb2.ImportRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ImportResponse:
+        if self._draining:
+            raise NoWorkerAvailable(f"worker {self.worker_id} is draining")
+        return await self._importer.take_over(request)
+
+    async def Export(
+        self, request: worker_pb2.ExportRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.ExportResponse]:
+        try:
+            async with aclosing(hold_for_reader(self._leader, request, self._addresses)) as answers:
+                async for answer in answers:
+                    yield answer
+        except HoldfastError as error:
+            await abort_with(context, error)
+
+    async def Stop(self, request: worker_pb2.StopRequest, context: grpc.aio.ServicerContext) -> worker_pb2.StopResponse:
+        self._loop.call_later(STOP_DELAY_S, self._on_lost, f"worker {self.worker_id} was told to stop")
+        return worker_pb2.StopResponse()
 
     @answers_errors
     async def Flush(

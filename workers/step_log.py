@@ -106,9 +106,10 @@ class RecordedCache(SessionCache):
         self.record(rank_pb2.Op(release=rank_pb2.ReleaseOp(session_id=session_id)))
         return freed
 
-    def fork(self, parent_id: str, child_id: str, at_len: int | None = None) -> Slot:
-        child = super().fork(parent_id, child_id, at_len)
-        self.record(rank_pb2.Op(fork=rank_pb2.ForkOp(parent_id=parent_id, child_id=child_id, at_len=at_len)))
+    def fork(self, parent_id: str, child_id: str, at_len: int | None = None, *, for_reading: bool = False) -> Slot:
+        child = super().fork(parent_id, child_id, at_len, for_reading=for_reading)
+        op = rank_pb2.ForkOp(parent_id=parent_id, child_id=child_id, at_len=at_len, for_reading=for_reading)
+        self.record(rank_pb2.Op(fork=op))
         return child
 
     def flush(self) -> None:
@@ -249,7 +250,8 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
         case "release":
             cache.release_session(op.release.session_id)
         case "fork":
-            cache.fork(op.fork.parent_id, op.fork.child_id, op.fork.at_len if op.fork.HasField("at_len") else None)
+            fork, at_len = op.fork, op.fork.at_len if op.fork.HasField("at_len") else None
+            cache.fork(fork.parent_id, fork.child_id, at_len, for_reading=fork.for_reading)
         case "flush":
             cache.flush()
         case _:

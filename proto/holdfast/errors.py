@@ -146,6 +146,14 @@ class OutOfPages(HoldfastError):
     retry_after_s = 1.0
 
 
+class HandoverRefused(HoldfastError):
+    """A session's KV stays where it is: its tokens are computed again at its next turn, elsewhere."""
+
+    code = "handover_refused"
+    http_status = 409
+    grpc_code = "FAILED_PRECONDITION"
+
+
 class NoWorkerAvailable(HoldfastError):
     """No worker can take the turn; one may be restarting."""
 

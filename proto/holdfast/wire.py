@@ -39,12 +39,20 @@ def error_from_code(code: str, message: str) -> HoldfastError:
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HoldfastError:
     """The error behind a failed call; a transport failure is a worker that is not there."""
-    for key, value in rpc_error.trailing_metadata() or ():
-        if key == CODE_KEY:
-            return error_from_code(str(value), rpc_error.details() or str(value))
+    sent = sent_error(rpc_error)
+    if sent is not None:
+        return sent
     if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(rpc_error.details() or "the call took too long")
     return errors.NoWorkerAvailable(f"the call failed: {rpc_error.code().name} {rpc_error.details()}")
+
+
+def sent_error(rpc_error: grpc.aio.AioRpcError) -> HoldfastError | None:
+    """The error that the other side sent (see ``abort_with``); None if the call failed otherwise."""
+    for key, value in rpc_error.trailing_metadata() or ():
+        if key == CODE_KEY:
+            return error_from_code(str(value), rpc_error.details() or str(value))
+    return None
 
 
 async def abort_with(context: grpc.aio.ServicerContext, error: HoldfastError) -> None:

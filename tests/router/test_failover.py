@@ -176,7 +176,8 @@ async def test_a_drained_worker_s_turns_and_sessions_go_on_elsewhere(cluster: Ha
         async def drain() -> None:
             drained.append(cluster.pinned_to("storm"))
             answer = await http.post(f"/holdfast/workers/{drained[0]}/drain", params={"timeout_s": 0})
-            assert answer.json() == {"worker_id": drained[0], "turns_moved": 1}
+            told = answer.json()
+            assert (told["worker_id"], told["turns_moved"], told["sessions_left"]) == (drained[0], 1, 0)
 
         assert await stream_turn(stub, "storm", 20, drain) == expected, "moved in the middle"
         for session in ("idle", "storm"):
@@ -195,10 +196,11 @@ async def test_a_drain_lets_short_turns_end_where_they_are(cluster: Harness) -> 
         answers: list[int] = []
 
         async def drain() -> None:
-            answers.append(await cluster.router.gateway.control.drain(cluster.pinned_to("storm"), 20.0))
+            answer = await cluster.router.gateway.moves.drain(cluster.pinned_to("storm"), 20.0)
+            answers.append(answer["turns_moved"])
 
         stream = asyncio.create_task(stream_turn(stub, "storm"))
         await until(lambda: cluster.router.gateway.is_busy("storm"), 5, "the turn to run")
         await drain()
         assert await stream == expected and answers == [0]
-        assert (await stub.Get(pb.GetRequest(session_id="storm"))).epoch == 1, "it did not move"
+        assert (await stub.Get(pb.GetRequest(session_id="storm"))).epoch == 2, "then it moved, with its KV"

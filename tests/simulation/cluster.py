@@ -23,9 +23,11 @@ from unittest import mock
 from grpc_reflection.v1alpha import reflection
 
 import router.gateway
+import router.moves
 import router.sessions
 import router.sqlite_journal
 import workers.follower
+import workers.handover_rpc
 import workers.leader
 import workers.rank_server
 import workers.server
@@ -198,15 +200,15 @@ class SimulatedFollower(Follower):
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
-    def push(self, entry: Any) -> None:
-        self._queue.put_nowait(entry)
+    def push(self, item: Any) -> None:
+        self._queue.put_nowait(item)
 
     async def _drive(self) -> None:
         try:
             while True:
-                entry = await self._queue.get()
+                item = await self._queue.get()
                 await asyncio.sleep(random.uniform(*self.play_s))
-                self.step(entry)
+                self.take(item)
         except Exception as error:
             self._on_crash(error)
 
@@ -257,6 +259,7 @@ class Cluster:
         self.supervisor = Process("supervisor", "supervisor")
         self.owners: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
+        self.sessions_moved = 0
 
     def violated(self, what: str) -> None:
         self.trace(f"VIOLATION {what}")
@@ -425,6 +428,9 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.follower, "Rank", SimulatedRank),
         mock.patch.object(router.gateway, "time", _Time),
         mock.patch.object(router.sessions, "time", _Time),
+        mock.patch.object(router.moves, "time", _Time),
+        mock.patch.object(workers.leader, "time", _Time),
+        mock.patch.object(workers.handover_rpc, "time", _Time),
         mock.patch.object(router.sqlite_journal, "time", _Time),
         mock.patch.object(router.gateway, "random", rng),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),

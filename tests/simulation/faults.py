@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from router.moves import Moved
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
 from tests.simulation.network import NOBODY
@@ -27,6 +28,7 @@ class Faults:
             (self.answers_get_lost, 1),
             (self.network_is_slow, 1),
             (self.drain, 1),
+            (self.move, 4),
         ]
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
@@ -122,13 +124,37 @@ class Faults:
 
         async def drain() -> None:
             try:
-                await gateway.control.drain(worker.worker_id, timeout_s)
+                await gateway.moves.drain(worker.worker_id, timeout_s)
             except Exception as error:
                 self.cluster.trace(f"the drain failed: {error!r}")
             self.cluster.kill(rank)
 
         router.process.spawn(drain())
         self._later(8.0, lambda: self.cluster.kill(rank))
+
+    def move(self) -> None:
+        """All that a worker has is handed over, session by session."""
+        router = self.rng.choice(self.cluster.routers)
+        gateway = router.gateway
+        if gateway is None or not router.process.alive:
+            return
+        source, target = self.rng.sample(self.cluster.workers, 2)
+
+        async def move() -> None:
+            links = {link.address.worker_id: link for link in gateway.alive_links()}
+            if len(links) < 2:
+                return
+            gives, takes, moved = links[source.worker_id], links[target.worker_id], Moved()
+            try:
+                for session_id, epoch in await gateway.moves.pins(gives):
+                    await gateway.moves.hand_over(session_id, epoch, gives, takes, moved)
+            except Exception as error:
+                self.cluster.trace(f"the move failed: {error!r}")
+            gateway.control.sweep(gives)
+            self.cluster.trace(f"{gives.name} gave to {takes.name}: {moved}")
+            self.cluster.sessions_moved += moved.sessions_moved
+
+        router.process.spawn(move())
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         self.cluster.loop.call_later(seconds, act, context=NOBODY.copy())

@@ -6,6 +6,7 @@ right one from the transcript alone.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from workers.scheduling import Step
 from workers.step_log import RecordedCache
 
 VOCABULARY = 97
+PAIR = struct.Struct("<qQ")
 MASK = 2**64 - 1
 
 
@@ -41,8 +43,30 @@ def expected_output(history: Sequence[int], seed: int, count: int) -> list[int]:
     return output
 
 
+class SimulatedKV:
+    """Pages of (token, chain) pairs."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._pages: dict[int, list[tuple[int, int]]] = {}
+        self.page_bytes = page_size * PAIR.size
+
+    def page(self, page: int) -> list[tuple[int, int]]:
+        return self._pages.setdefault(page, [(-1, 0)] * self._page_size)
+
+    def copy(self, source: int, target: int) -> None:
+        self._pages[target] = list(self.page(source))
+
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        return [b"".join(PAIR.pack(*pair) for pair in self.page(page)) for page in pages]
+
+    def write_pages(self, pages: Sequence[int], data: Sequence[bytes]) -> None:
+        for page, content in zip(pages, data, strict=True):
+            self._pages[page] = list(PAIR.iter_unpack(content))
+
+
 class SimulatedRank:
-    """In place of ``Rank``: the real cache, pages of (token, chain) pairs, and no model."""
+    """In place of ``Rank``: the real cache, and no model."""
 
     def __init__(self, config: EngineConfig, group: Any = None) -> None:
         self.shard = group.shard if group is not None else Shard()
@@ -53,7 +77,8 @@ class SimulatedRank:
         kind = RecordedCache if leads else SessionCache
         self.cache = kind(config.max_total_tokens // config.page_size, config.page_size, config.max_sessions)
         self._tables: dict[tuple[int, int], int] = {}
-        self._pages: dict[int, list[tuple[int, int]]] = {}
+        self.kv = SimulatedKV(config.page_size)
+        self.layout = f"{config.page_size}, {self.shard.size} ranks"
 
     def apply(self, step: Step, batch: Batch) -> StepResult:
         chains = iter(self.compute(batch, step.copies, step.table_updates))
@@ -68,7 +93,7 @@ class SimulatedRank:
         for row, column, page in table_updates:
             self._tables[row, column] = page
         for copy in copies:
-            self._pages[copy.target] = list(self._page(copy.source))
+            self.kv.copy(copy.source, copy.target)
         self.cache.finish_copies(len(copies))
         chains, at = [], 0
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
@@ -77,7 +102,7 @@ class SimulatedRank:
             for position, token in enumerate(batch.tokens[at : at + count], start):
                 chain = chained((token,), chain)
                 page, offset = self._place(row, position)
-                self._page(page)[offset] = (token, chain)
+                self.kv.page(page)[offset] = (token, chain)
             at += count
             chains.append(chain)
         return chains
@@ -87,11 +112,8 @@ class SimulatedRank:
 
     def _entry(self, row: int, position: int) -> tuple[int, int]:
         page, offset = self._place(row, position)
-        return self._page(page)[offset]
+        return self.kv.page(page)[offset]
 
     def _place(self, row: int, position: int) -> tuple[int, int]:
         column, offset = divmod(position, self.cache.page_size)
         return self._tables[row, column], offset
-
-    def _page(self, page: int) -> list[tuple[int, int]]:
-        return self._pages.setdefault(page, [(-1, -1)] * self.cache.page_size)

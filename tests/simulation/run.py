@@ -29,6 +29,8 @@ class Result:
     trace: list[str] = field(default_factory=list)
     num_turns: int = 0
     num_tokens: int = 0
+    num_moved: int = 0
+    """Sessions whose KV was handed over."""
     num_callbacks: int = 0
     simulated_s: float = 0.0
 
@@ -114,6 +116,7 @@ async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
     await _all(cluster, last)
     await _check(cluster, clients)
     result.num_turns = sum(client.num_turns for client in clients)
+    result.num_moved = cluster.sessions_moved
     result.num_tokens = sum(client.num_tokens for client in clients)
 
 

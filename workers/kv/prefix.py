@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from workers.kv.pages import PagePool
 
 ROOT_PAGE = -1
@@ -22,6 +24,13 @@ ROOT_PAGE = -1
 def chain_digest(parent: bytes, tokens: bytes) -> bytes:
     """64-bit digest of a page: ``blake2b(parent digest + token bytes)``. The same in every process."""
     return hashlib.blake2b(parent + tokens, digest_size=8).digest()
+
+
+def common_prefix_len(a: array[int], b: array[int]) -> int:
+    """How many leading tokens two sequences share."""
+    length = min(len(a), len(b))
+    differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length) if length else np.zeros(0, bool)
+    return int(differ.argmax()) if differ.any() else length
 
 
 @dataclass(slots=True, eq=False)

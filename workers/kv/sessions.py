@@ -283,11 +283,12 @@ class SessionCache:
         self.index.remove_owned(session_id)
         return self.pool.num_free - free_before
 
-    def fork(self, parent_id: str, child_id: str, at_len: int | None = None) -> Slot:
+    def fork(self, parent_id: str, child_id: str, at_len: int | None = None, *, for_reading: bool = False) -> Slot:
         """A new session that begins as the first ``at_len`` tokens of ``parent_id``, sharing its pages.
 
         Default: all the parent has, as of its last good turn. A running parent writes into its partial
         page, so only its full pages are shared then, and the child computes the rest again.
+        ``for_reading``: the child will not go on; its parent's pages in the index stay its parent's alone.
         Raises SessionNotFound, SessionExists, InvalidRequest, OutOfPages (no slot is free).
         """
         parent = self._slot(parent_id)
@@ -306,9 +307,10 @@ class SessionCache:
         if parent.running:
             shared_len -= shared_len % size
         child.tokens = parent.tokens[:at_len]
-        child.entries = parent.entries[: shared_len // size]
-        for entry in child.entries:
-            entry.shared = True
+        if not for_reading:
+            child.entries = parent.entries[: shared_len // size]
+            for entry in child.entries:
+                entry.shared = True
         for page in parent.pages[: -(-shared_len // size)]:
             self.pool.incref(page)
             self._put_page(child, page)

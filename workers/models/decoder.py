@@ -32,6 +32,7 @@ class KVPool:
     ) -> None:
         shape = (num_pages + 1, config.num_kv_heads, page_size, config.head_dim)
         self.page_size = page_size
+        self.page_bytes = self.page_size_bytes(config, page_size, dtype)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
@@ -51,6 +52,21 @@ class KVPool:
         for source, target in copies:
             for pages in (*self.k, *self.v):
                 pages[target].copy_(pages[source])
+
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        """Each page's bytes: ``[2 * layers, kv_heads, page_size, head_dim]``, keys of all layers first."""
+        index = torch.tensor(pages, device=self.k[0].device)
+        together = torch.stack([part[index] for part in (*self.k, *self.v)], dim=1).cpu()
+        return [page.view(torch.uint8).numpy().tobytes() for page in together]
+
+    def write_pages(self, pages: Sequence[int], data: Sequence[bytes]) -> None:
+        """Put what ``read_pages`` gave, here or on another rank that is made alike, into these pages."""
+        shape = (len(pages), len(self.k) + len(self.v), *self.k[0].shape[1:])
+        together = torch.frombuffer(bytearray(b"".join(data)), dtype=self.k[0].dtype).view(shape)
+        together = together.to(self.k[0].device)
+        index = torch.tensor(pages, device=together.device)
+        for i, part in enumerate((*self.k, *self.v)):
+            part[index] = together[:, i]
 
 
 @dataclass(slots=True)

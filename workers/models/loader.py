@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 
 Part: TypeAlias = tuple[int, int]
 """``[start, end)`` of a dimension."""
+FINGERPRINT_BYTES = 1024 * 1024
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -43,6 +45,17 @@ def load_decoder(
         weights = _assemble(source, config, shard)
         source.refuse_unused(tied=config.tie_embeddings)
     return Decoder(part, weights, context_len, group)
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells checkpoints apart without reading all of them: their config, and each weight file's end and size."""
+    crc = zlib.crc32((folder / "config.json").read_bytes())
+    for path in _weight_files(folder):
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            crc = zlib.crc32(file.read() + str(size).encode(), crc)
+    return f"{crc:08x}"
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -114,6 +114,10 @@ class Scheduler:
         self.cache.finish(turn.session_id, turn.turn_id, outcome, known)
         self._head_is_blocked = False
 
+    def made_room(self) -> None:
+        """Pages were given back other than by a turn: the next that waits may fit now."""
+        self._head_is_blocked = False
+
     def turn_of(self, session_id: str) -> Turn | None:
         """The live turn of a session, running or waiting."""
         turn_id = self._busy.get(session_id)

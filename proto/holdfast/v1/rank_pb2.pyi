@@ -154,14 +154,16 @@ class ReleaseOp(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class ForkOp(_message.Message):
-    __slots__ = ("parent_id", "child_id", "at_len")
+    __slots__ = ("parent_id", "child_id", "at_len", "for_reading")
     PARENT_ID_FIELD_NUMBER: _ClassVar[int]
     CHILD_ID_FIELD_NUMBER: _ClassVar[int]
     AT_LEN_FIELD_NUMBER: _ClassVar[int]
+    FOR_READING_FIELD_NUMBER: _ClassVar[int]
     parent_id: str
     child_id: str
     at_len: int
-    def __init__(self, parent_id: _Optional[str] = ..., child_id: _Optional[str] = ..., at_len: _Optional[int] = ...) -> None: ...
+    for_reading: bool
+    def __init__(self, parent_id: _Optional[str] = ..., child_id: _Optional[str] = ..., at_len: _Optional[int] = ..., for_reading: bool = ...) -> None: ...
 
 class FlushOp(_message.Message):
     __slots__ = ()
@@ -202,6 +204,28 @@ class Ack(_message.Message):
     pages_freed: _containers.RepeatedScalarFieldContainer[int]
     audit: _worker_pb2.AuditReport
     def __init__(self, index: _Optional[int] = ..., digest: _Optional[int] = ..., pages_freed: _Optional[_Iterable[int]] = ..., audit: _Optional[_Union[_worker_pb2.AuditReport, _Mapping]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("session_id", "transfer_id", "address", "first_page", "end_page", "timeout_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    END_PAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    transfer_id: str
+    address: str
+    first_page: int
+    end_page: int
+    timeout_s: float
+    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., first_page: _Optional[int] = ..., end_page: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("index", "message")

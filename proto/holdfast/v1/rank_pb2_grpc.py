@@ -40,6 +40,11 @@ class RankServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_rank__pb2.LeaderMessage.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_rank__pb2.RankMessage.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_unary(
+                '/holdfast.v1.RankService/Fetch',
+                request_serializer=holdfast_dot_v1_dot_rank__pb2.FetchRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_rank__pb2.FetchResponse.FromString,
+                _registered_method=True)
 
 
 class RankServiceServicer(object):
@@ -56,6 +61,14 @@ class RankServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """Read a session's pages from this rank's counterpart in another worker, into pages that the step log
+        has given to the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_RankServiceServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=holdfast_dot_v1_dot_rank__pb2.LeaderMessage.FromString,
                     response_serializer=holdfast_dot_v1_dot_rank__pb2.RankMessage.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=holdfast_dot_v1_dot_rank__pb2.FetchRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_rank__pb2.FetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +111,33 @@ class RankService(object):
             '/holdfast.v1.RankService/Follow',
             holdfast_dot_v1_dot_rank__pb2.LeaderMessage.SerializeToString,
             holdfast_dot_v1_dot_rank__pb2.RankMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.RankService/Fetch',
+            holdfast_dot_v1_dot_rank__pb2.FetchRequest.SerializeToString,
+            holdfast_dot_v1_dot_rank__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,14 +46,16 @@ class Abort(_message.Message):
     def __init__(self, turn_id: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("welcome", "step", "beat")
+    __slots__ = ("welcome", "step", "beat", "leaving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: StepUpdates
     beat: WorkerStats
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "context_len", "page_size", "vocab_size")
@@ -68,6 +70,12 @@ class Welcome(_message.Message):
     page_size: int
     vocab_size: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
     __slots__ = ("updates",)
@@ -293,3 +301,59 @@ class DrainResponse(_message.Message):
 class FlushRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ImportRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "source_address", "timeout_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    source_address: str
+    timeout_s: float
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_address: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ImportResponse(_message.Message):
+    __slots__ = ("committed_len", "pages", "bytes", "seconds")
+    COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    committed_len: int
+    pages: int
+    bytes: int
+    seconds: float
+    def __init__(self, committed_len: _Optional[int] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("session_id", "transfer_id", "timeout_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    transfer_id: str
+    timeout_s: float
+    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ExportResponse(_message.Message):
+    __slots__ = ("tenant", "tokens", "committed_len", "layout", "addresses")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tokens: bytes
+    committed_len: int
+    layout: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., tokens: _Optional[bytes] = ..., committed_len: _Optional[int] = ..., layout: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...

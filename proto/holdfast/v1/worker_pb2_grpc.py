@@ -70,6 +70,21 @@ class WorkerServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/holdfast.v1.WorkerService/Stop',
+                request_serializer=holdfast_dot_v1_dot_worker__pb2.StopRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.StopResponse.FromString,
+                _registered_method=True)
+        self.Import = channel.unary_unary(
+                '/holdfast.v1.WorkerService/Import',
+                request_serializer=holdfast_dot_v1_dot_worker__pb2.ImportRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.ImportResponse.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/holdfast.v1.WorkerService/Export',
+                request_serializer=holdfast_dot_v1_dot_worker__pb2.ExportRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.ExportResponse.FromString,
+                _registered_method=True)
         self.Slots = channel.unary_unary(
                 '/holdfast.v1.WorkerService/Slots',
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.SlotsRequest.SerializeToString,
@@ -128,7 +143,30 @@ class WorkerServiceServicer(object):
 
     def Drain(self, request, context):
         """From now on takes no turns. Returns when those that run are done; what runs at the deadline is turned
-        away, for the routers to go on with elsewhere. Its sessions move at their next turns.
+        away, for the routers to go on with elsewhere. Its idle sessions are theirs to move.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """Ends the worker: its ranks' processes exit, and the supervisor starts its next incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Import(self, request, context):
+        """Takes over the KV of an idle session from another worker, each rank from its counterpart. What it
+        has then is as good as computed here; whose the session is does not change by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """Holds an idle session's pages as they are now, for another worker's ranks to read, until the caller
+        ends the stream. There is one answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +223,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=holdfast_dot_v1_dot_worker__pb2.StopRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.StopResponse.SerializeToString,
+            ),
+            'Import': grpc.unary_unary_rpc_method_handler(
+                    servicer.Import,
+                    request_deserializer=holdfast_dot_v1_dot_worker__pb2.ImportRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.ImportResponse.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=holdfast_dot_v1_dot_worker__pb2.ExportRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.ExportResponse.SerializeToString,
             ),
             'Slots': grpc.unary_unary_rpc_method_handler(
                     servicer.Slots,
@@ -387,6 +440,87 @@ class WorkerService(object):
             '/holdfast.v1.WorkerService/Drain',
             holdfast_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             holdfast_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.WorkerService/Stop',
+            holdfast_dot_v1_dot_worker__pb2.StopRequest.SerializeToString,
+            holdfast_dot_v1_dot_worker__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Import(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.WorkerService/Import',
+            holdfast_dot_v1_dot_worker__pb2.ImportRequest.SerializeToString,
+            holdfast_dot_v1_dot_worker__pb2.ImportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/holdfast.v1.WorkerService/Export',
+            holdfast_dot_v1_dot_worker__pb2.ExportRequest.SerializeToString,
+            holdfast_dot_v1_dot_worker__pb2.ExportResponse.FromString,
             options,
             channel_credentials,
             insecure,
