@@ -35,6 +35,7 @@ bench: $(VENV)/installed  ## figures into benchmarks/results
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m benchmarks.recovery
 
 proto: $(VENV)/installed  ## the stubs, from the .proto files
 	$(BIN)/python scripts/generate_stubs.py

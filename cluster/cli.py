@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,10 +16,14 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from cluster import nodes
 from cluster.config import Config, load_config
 from holdfast.errors import HoldfastError
 
 CLIENT_TIMEOUT_S = 15.0
+DRAIN_TIMEOUT_S = 180.0
+"""More than a drain may take beside what its turns are given: see ``handover_timeout_s``."""
+POLL_S = 0.2
 
 
 def main() -> None:
@@ -161,15 +166,88 @@ def audit(url: str, api_key: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
+def _drain_options(command: Any) -> Any:
+    return click.option(
+        "--timeout", "timeout_s", type=float, default=30.0, show_default=True, help="seconds turns may go on"
+    )(_client_options(command))
+
+
+def _drained(answers: list[dict[str, Any]], as_json: bool) -> None:
+    columns = {"worker_id": "drained", "turns_moved": "turns moved", "sessions_moved": "sessions moved"}
+    columns |= {"sessions_left": "to compute again", "pages": "pages", "bytes": "bytes", "seconds": "seconds"}
+    _print(answers, columns, as_json)
+
+
 @cli.command()
-@click.argument("worker")
+@click.argument("workers", nargs=-1)
+@click.option("--node", help="all workers with a rank on this node: its address, or its id as in status")
+@click.option("--stop", is_flag=True, help="end the worker then; its next incarnation starts")
+@_drain_options
+def drain(
+    workers: tuple[str, ...],
+    node: str | None,
+    stop: bool,
+    timeout_s: float,
+    url: str,
+    api_key: str | None,
+    as_json: bool,
+) -> None:
+    """Have WORKERS take no more turns, and hand their sessions to the others, KV and all."""
+    there = _get(url, "/holdfast/workers", api_key)
+    names = [*workers, *(nodes.workers_on(there, node) if node is not None else [])]
+    if not names:
+        raise HoldfastError(f"no worker has a rank on node {node}" if node else "name a worker, or a node by --node")
+    answers = []
+    for name in names:
+        path = f"/holdfast/workers/{name}/drain?timeout_s={timeout_s}&stop={str(stop).lower()}"
+        answers.append(_ask("POST", url, path, api_key, timeout_s + DRAIN_TIMEOUT_S))
+    _drained(answers, as_json)
+
+
+@cli.command()
+@click.option("--start-timeout", "start_timeout_s", type=float, default=120.0, show_default=True)
+@_drain_options
+def restart(start_timeout_s: float, timeout_s: float, url: str, api_key: str | None, as_json: bool) -> None:
+    """Restart all workers, one after another, while the others serve. No client notices."""
+    answers = []
+    for worker in _get(url, "/holdfast/workers", api_key):
+        name = worker["worker_id"]
+        path = f"/holdfast/workers/{name}/drain?timeout_s={timeout_s}&stop=true"
+        answers.append(_ask("POST", url, path, api_key, timeout_s + DRAIN_TIMEOUT_S))
+        deadline = time.monotonic() + start_timeout_s
+        while not _serves_again(_get(url, "/holdfast/workers", api_key), worker):
+            if time.monotonic() > deadline:
+                raise HoldfastError(f"{name} did not start again within {start_timeout_s} s; the rest are as they were")
+            time.sleep(POLL_S)
+    _drained(answers, as_json)
+
+
+def _serves_again(workers: list[dict[str, Any]], before: dict[str, Any]) -> bool:
+    name, incarnation = before["worker_id"], int(before["incarnation"])
+    return any(worker["worker_id"] == name and int(worker["incarnation"]) > incarnation for worker in workers)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("address")
+@click.option("--num-cpus", type=int, required=True, help="places for ranks on this node")
 @click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, help="seconds turns may go on")
-@_client_options
-def drain(worker: str, timeout_s: float, url: str, api_key: str | None, as_json: bool) -> None:
-    """Have WORKER take no more turns. What runs for longer goes on elsewhere; its sessions move at their next turn."""
-    path = f"/holdfast/workers/{worker}/drain?timeout_s={timeout_s}"
-    answer = _ask("POST", url, path, api_key, timeout_s + CLIENT_TIMEOUT_S)
-    click.echo(json.dumps(answer) if as_json else f"{worker} is drained; {answer['turns_moved']} turns moved")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a router")
+@click.option("--api-key", envvar="HOLDFAST_API_KEY", help="key of the tenant")
+@click.argument("ray_options", nargs=-1, type=click.UNPROCESSED)
+def join(
+    address: str, num_cpus: int, timeout_s: float, url: str, api_key: str | None, ray_options: tuple[str, ...]
+) -> None:
+    """Have this machine join the Ray cluster at ADDRESS, until SIGTERM: then its workers are drained first.
+
+    RAY_OPTIONS go to ``ray start``.
+    """
+
+    def drain_node(node_id: str) -> None:
+        for name in nodes.workers_on(_get(url, "/holdfast/workers", api_key), node_id[:8]):
+            path = f"/holdfast/workers/{name}/drain?timeout_s={timeout_s}"
+            _drained([_ask("POST", url, path, api_key, timeout_s + DRAIN_TIMEOUT_S)], as_json=False)
+
+    sys.exit(nodes.serve_node(address, [f"--num-cpus={num_cpus}", *ray_options], drain_node))
 
 
 @cli.command()

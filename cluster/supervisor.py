@@ -115,6 +115,8 @@ class Cluster:
             raise _cause(error) from None
         self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
         self._keepers += [asyncio.create_task(self._keep_router(router)) for router in self._routers]
+        if self.config.rebalance_per_s:
+            self._keepers.append(asyncio.create_task(self._keep_balance(self.config.rebalance_per_s)))
 
     async def stop(self) -> None:
         """Let live turns end, then take everything down."""
@@ -164,6 +166,22 @@ class Cluster:
                     log.error("router %d does not start: %s; trying again", router.index, error)
                     await asyncio.sleep(RESTART_PAUSE_S)
             await self._announce()  # what changed while it started
+
+    async def _keep_balance(self, sessions_per_s: float) -> None:
+        """Have a router move idle sessions to where there are few, no faster than it may; for ever.
+
+        One asks for all routers: several that saw the same imbalance would turn it round.
+        """
+        pause_s = max(1.0, 1 / sessions_per_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            router = next((router for router in self._routers if router.serves), None)
+            if router is None:
+                continue
+            try:
+                await router.actor.rebalance.remote(max(1, int(sessions_per_s * pause_s)))
+            except RayError as error:
+                log.info("not rebalanced: %s", error)
 
     async def _announce(self) -> None:
         addresses = self.worker_addresses()

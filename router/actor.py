@@ -34,6 +34,10 @@ class RouterActor:
         """The workers that this router reaches."""
         return [link.name for link in self._server.gateway.alive_links()]
 
+    async def rebalance(self, max_moves: int) -> int:
+        """Move idle sessions from a worker with many to one with few; returns how many moved."""
+        return await self._server.gateway.moves.rebalance(max_moves)
+
     async def wait(self) -> None:
         """Returns when the router was stopped; fails with ActorDiedError when its process died."""
         await self._stopped.wait()

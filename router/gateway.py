@@ -136,20 +136,7 @@ class Gateway:
             await link.close()
         for name, address in wanted.items():
             if name not in self._links:
-                link = WorkerLink(address, self.config.worker_lease_s, self.control.sweep, self._let_leave)
-                self._links[name] = link
-
-    def _let_leave(self, link: WorkerLink, grace_s: float) -> None:
-        """A worker was told to go, and asks for it."""
-
-        async def leave() -> None:
-            try:
-                # Half of what it has is for its turns, the rest for its sessions.
-                await self.moves.drain(link.address.worker_id, grace_s / 2, stop=True)
-            except HoldfastError as error:
-                log.warning("worker %s was not drained: %s", link.name, error.message)
-
-        self._in_background(leave())
+                self._links[name] = WorkerLink(address, self.config.worker_lease_s, self.control.sweep)
 
     def link(self, name: str) -> WorkerLink | None:
         """The worker that a pin names, if it is alive."""

@@ -48,7 +48,6 @@ class WorkerLink:
         address: WorkerAddress,
         lease_s: float,
         on_attached: Callable[[WorkerLink], None] = lambda link: None,
-        on_leaving: Callable[[WorkerLink, float], None] = lambda link, grace_s: None,
     ) -> None:
         self.address = address
         self.name = address.name
@@ -56,7 +55,6 @@ class WorkerLink:
         self.stats = worker_pb2.WorkerStats()
         self._lease_s = lease_s
         self._on_attached = on_attached
-        self._on_leaving = on_leaving
         self._channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
@@ -212,8 +210,6 @@ class WorkerLink:
                 inbox.put_nowait(update)
         elif kind == "beat":
             self.stats = message.beat
-        elif kind == "leaving":
-            self._on_leaving(self, message.leaving.grace_s)
         elif kind == "welcome" and message.welcome.incarnation == self.address.incarnation:
             self.welcome = message.welcome
             self.ready.set()

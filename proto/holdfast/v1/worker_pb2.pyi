@@ -46,16 +46,14 @@ class Abort(_message.Message):
     def __init__(self, turn_id: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("welcome", "step", "beat", "leaving")
+    __slots__ = ("welcome", "step", "beat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
-    LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: StepUpdates
     beat: WorkerStats
-    leaving: Leaving
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "context_len", "page_size", "vocab_size")
@@ -70,12 +68,6 @@ class Welcome(_message.Message):
     page_size: int
     vocab_size: int
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
-
-class Leaving(_message.Message):
-    __slots__ = ("grace_s",)
-    GRACE_S_FIELD_NUMBER: _ClassVar[int]
-    grace_s: float
-    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
     __slots__ = ("updates",)

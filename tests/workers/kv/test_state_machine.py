@@ -24,6 +24,7 @@ INPUTS = st.one_of(
     st.integers(1, 20).map(lambda n: [0] * n),
 )
 TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "x"}
+TENANTS |= {f"held {session}": tenant for session, tenant in TENANTS.items()}
 
 
 @dataclass
@@ -278,6 +279,31 @@ class KVCore(RuleBasedStateMachine):
         self.model[child] = ModelSession(tokens=base[:at])
         assert list(slot.tokens) == base[:at]
 
+    @precondition(lambda self: any(m.turn is None for m in self.model.values()))
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """Hold an idle session's pages for a reader, as a hand-over does; what is held stays readable (L4)."""
+        parent = data.draw(st.sampled_from(sorted(s for s, m in self.model.items() if m.turn is None)))
+        name, slot = f"held {parent}", self.cache.slots[parent]
+        if name in self.cache.slots or not slot.tokens:
+            return
+        tokens, shared = slot.tokens[:], [entry.shared for entry in slot.entries]
+        try:
+            self.cache.fork(parent, name, for_reading=True)
+        except OutOfPages:
+            return
+        self.forget_evicted()
+        held = self.cache.resume(name, name, tokens, len(tokens), match_prefix=False)
+        assert held == min(slot.committed_len, len(tokens) - 1)
+        assert [entry.shared for entry in slot.entries] == shared, "a reader is no other user of the prefix"
+
+    @precondition(lambda self: any(s.startswith("held") for s in self.cache.slots))
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(s for s in self.cache.slots if s.startswith("held"))))
+        self.cache.finish(name, name, Outcome.ABORTED)
+        self.cache.release_session(name)
+
     @rule()
     def finish_step(self) -> None:
         self.apply_step()
@@ -340,7 +366,7 @@ class KVCore(RuleBasedStateMachine):
     def lengths_are_ordered(self) -> None:
         for session, slot in getattr(self, "cache", SessionCache(1, 1)).slots.items():
             assert 0 <= slot.committed_len <= slot.allocated_len <= len(slot.pages) * self.cache.page_size
-            assert slot.running == self.model[session].running
+            assert slot.running == (session.startswith("held") or self.model[session].running)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):

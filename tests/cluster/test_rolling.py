@@ -1,0 +1,99 @@
+"""Workers and nodes that are told to go: their sessions take their KV along, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from openai import AsyncOpenAI
+from ray.cluster_utils import Cluster as RayCluster
+
+from cluster.supervisor import NAMESPACE
+from tests.cluster.served import HOLDFAST, serving, stream
+from tests.cluster.test_nodes import config, running, serving_again, tokens_of, worker_of
+from tests.ports import free_port
+from tests.waiting import until
+
+SESSIONS = [f"s{i}" for i in range(5)]
+
+
+async def follow_up(client: AsyncOpenAI, session: str) -> tuple[str, int, int]:
+    """A short turn: its text, how many tokens went in, and how many of these were cached."""
+    answer = await client.completions.create(
+        model="holdfast-tiny",
+        prompt=" and",
+        max_tokens=8,
+        extra_body={"ignore_eos": True},
+        extra_headers={"X-Session-ID": session},
+    )
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    return answer.choices[0].text, answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+async def test_a_rolling_restart_costs_no_token_and_no_kv(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers", "2", "--rebalance-per-s", "0") as served:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            calm = await stream(client, "calm")
+            expected = await follow_up(client, "calm")
+            for session in SESSIONS:
+                assert await stream(client, session) == calm
+            before = {w["worker_id"]: int(w["incarnation"]) for w in served.workers()}
+            restarting: list[asyncio.Task[list[dict[str, Any]]]] = []
+
+            def restart() -> None:
+                restarting.append(asyncio.create_task(asyncio.to_thread(served.ask, "restart", "--timeout", "0.2")))
+
+            for number in range(100):
+                assert await stream(client, f"storm-{number}", 5, restart if not restarting else int) == calm
+                if restarting[0].done():
+                    break
+            drained = await restarting[0]
+            after = {w["worker_id"]: int(w["incarnation"]) for w in served.workers()}
+            assert all(after[name] > before[name] for name in before), "each is another incarnation"
+            # Each session moved once or twice: from its worker, and from the one it had moved to.
+            assert sum(answer["sessions_moved"] for answer in drained) >= len(SESSIONS), drained
+            for session in SESSIONS:
+                assert await follow_up(client, session) == expected, session
+        assert all(rank["ok"] for report in served.ask("audit") for rank in report["ranks"])
+
+
+async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path) -> None:
+    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    settings = config(tmp_path, workers=2, address=nodes.address)
+    settings.port = free_port()
+    url = f"http://127.0.0.1:{settings.port}"
+    command = [*HOLDFAST, "join", nodes.address, "--num-cpus", "1", "--url", url, "--timeout", "0.1"]
+    node = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
+        head = ray.get_runtime_context().get_node_id()
+        await until(lambda: ray.cluster_resources().get("CPU") == 2, 60, "the node to join")
+        async with running(settings) as (cluster, stub):
+            calm = await tokens_of(stub, "calm")
+            victim = next(w for w in cluster._workers if w._places[0].node_id != head)
+            before = victim.address
+            for session in SESSIONS:
+                assert await tokens_of(stub, session) == calm
+            there = [s for s in SESSIONS if await worker_of(cluster, stub, s) is victim]
+            assert there, "the placement spreads sessions"
+            storm = asyncio.create_task(tokens_of(stub, "storm", 5, lambda: node.send_signal(signal.SIGTERM)))
+            out, _ = await asyncio.wait_for(node.communicate(), 60)
+            assert node.returncode == 0 and victim.worker_id in out.decode()
+            assert await storm == calm
+            for session in there:
+                assert await worker_of(cluster, stub, session) is not victim
+            async with httpx.AsyncClient(timeout=20) as http:
+                left = (await http.get(f"{url}/holdfast/workers")).json()
+            assert sum(worker["sessions"] for worker in left) >= len(SESSIONS), "with their KV"
+            nodes.add_node(num_cpus=1)
+            await serving_again(cluster, victim, before)
+            assert await tokens_of(stub, "after") == calm
+    finally:
+        if node.returncode is None:
+            node.kill()
+        nodes.shutdown()
