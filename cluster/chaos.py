@@ -12,25 +12,26 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import httpx
 
+from cluster.chaos_faults import ChaosFailed, Fault, Faults
 from holdfast.errors import HoldfastError
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 
 SCRIPTS, TURNS, TOKENS = 4, 3, 40
+MOMENTS_AT = {TOKENS // 2: "decode", TOKENS - 1: "commit"}
+REPEATED = 20
+"""A prompt's text, so often: enough that a fault can strike while it is computed."""
 TURN_DEADLINE_S = 90.0
 """No turn may take longer, whatever dies: it is no hang, then."""
-HEAL_DEADLINE_S = 120.0
-STOP_S = 4.0
-"""How long a stopped process sleeps: past every lease."""
 RETRY_PAUSE_S = 0.05
 RETRYABLE = {
     grpc.StatusCode.UNAVAILABLE,
@@ -41,52 +42,58 @@ RETRYABLE = {
 PROMPTS = ("Return the list", "What does os.path.join do?", "help(json.dumps)", "class threading.Lock:")
 
 
-class ChaosFailed(HoldfastError):
-    """The cluster broke a promise; the report says which."""
-
-    code = "chaos_failed"
-
-
 @dataclass
 class Report:
     """What was done to the cluster, and what its clients saw."""
 
-    faults: Counter[str] = field(default_factory=Counter)
     turns: int = 0
     tokens: int = 0
     resumed: int = 0
     wrong: list[str] = field(default_factory=list)
     """Each: a turn that lost, repeated or changed a token, or that did not end."""
     pages_leaked: int = 0
-    longest_gaps_s: list[float] = field(default_factory=list)
-    """Of each turn, the longest wait for a token."""
+    longest_gaps: list[tuple[float, float]] = field(default_factory=list)
+    """Of each turn, the longest wait for a token: from when to when, in ``time.monotonic``."""
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    """When, and what."""
 
     def as_dict(self) -> dict[str, Any]:
-        gaps = sorted(self.longest_gaps_s) or [0.0]
+        pauses = {kind: self._pauses_with(kind) for _, kind in self.faults}
         return {
-            "faults": dict(self.faults),
+            "faults": dict(Counter(kind for _, kind in self.faults)),
             "turns": self.turns,
             "tokens": self.tokens,
             "turns resumed at another router": self.resumed,
             "turns with a token lost, repeated or changed": len(self.wrong),
             "what went wrong": self.wrong[:10],
             "pages leaked": self.pages_leaked,
-            "longest pause of a turn, s": {
-                "p50": round(gaps[len(gaps) // 2], 3),
-                "p99": round(gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3),
-                "max": round(gaps[-1], 3),
+            "longest pause of a turn, s": _spread([end - start for start, end in self.longest_gaps]),
+            "of the turns whose longest pause it fell into, s": {
+                kind: _spread(pauses[kind]) for kind in sorted(pauses) if pauses[kind]
             },
         }
+
+    def _pauses_with(self, kind: str) -> list[float]:
+        times = [at for at, what in self.faults if what == kind]
+        return [end - start for start, end in self.longest_gaps if any(start <= at <= end for at in times)]
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values) or [0.0]
+    at = {"p50": len(ordered) // 2, "p99": min(len(ordered) - 1, int(0.99 * len(ordered))), "max": -1}
+    return {name: round(ordered[i], 3) for name, i in at.items()} | {"turns": len(values)}
 
 
 class Chaos:
     """One run. ``urls``: the routers' HTTP addresses; all processes are on this machine."""
 
-    def __init__(self, urls: list[str], seed: int) -> None:
+    def __init__(self, urls: list[str], seed: int, others: Sequence[Fault] = ()) -> None:
         self.report = Report()
         self._urls = urls
         self._random = random.Random(seed)
         self._http = httpx.AsyncClient(timeout=10)
+        self._faults = Faults(urls, self._http, self._random, others)
+        self.report.faults = self._faults.struck
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: list[session_pb2_grpc.SessionServiceStub] = []
         self._expected: list[list[list[int]]] = []
@@ -105,7 +112,7 @@ class Chaos:
             clients = [asyncio.create_task(self._client(script)) for script in range(SCRIPTS)]
             for _ in range(num_faults):
                 await asyncio.sleep(self._random.uniform(0.2, 1.5))
-                await self._fault()
+                await self._faults.strike()
             self._stopping = True
             await asyncio.gather(*clients)
             await self._heal()
@@ -144,19 +151,22 @@ class Chaos:
         sampling = pb.Sampling(temperature=0.8, top_k=50, seed=100 * script + turn, max_tokens=TOKENS, ignore_eos=True)
         turn_id = f"{session}-turn-{turn}"
         request = pb.GenerateRequest(
-            session_id=session, text=f" {PROMPTS[script]} {turn}", sampling=sampling, request_id=turn_id
+            session_id=session, text=f" {PROMPTS[script]} {turn}" * REPEATED, sampling=sampling, request_id=turn_id
         )
         tokens: list[int] = []
         began = last = time.monotonic()
-        longest = 0.0
+        longest = (began, began)
+        self._faults.reach("prefill")
         while True:
             try:
                 async for answer in self._random.choice(self._stubs).Generate(request, timeout=TURN_DEADLINE_S):
                     if answer.index != len(tokens) and answer.tokens:
                         raise ChaosFailed(f"token {answer.index} came when {len(tokens)} was due")
                     now = time.monotonic()
-                    longest, last = max(longest, now - last), now
+                    longest, last = max(longest, (last, now), key=lambda gap: gap[1] - gap[0]), now
                     tokens += answer.tokens
+                    if len(tokens) in MOMENTS_AT:
+                        self._faults.reach(MOMENTS_AT[len(tokens)])
                     if answer.finish_reason:
                         break
                 if answer.finish_reason:
@@ -172,7 +182,7 @@ class Chaos:
         if not calm:
             self.report.turns += 1
             self.report.tokens += len(tokens)
-            self.report.longest_gaps_s.append(longest)
+            self.report.longest_gaps.append(longest)
         return tokens
 
     def _again(self, request: pb.GenerateRequest, tokens: list[int], *, begun: bool) -> pb.GenerateRequest:
@@ -187,6 +197,7 @@ class Chaos:
         return again
 
     async def _release(self, session: str) -> None:
+        self._faults.reach("release")
         for _ in range(int(TURN_DEADLINE_S / RETRY_PAUSE_S)):
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await self._random.choice(self._stubs).Release(pb.ReleaseRequest(session_id=session), timeout=15)
@@ -194,55 +205,11 @@ class Chaos:
             await asyncio.sleep(RETRY_PAUSE_S)
         raise ChaosFailed(f"session {session} cannot be released")
 
-    # ---- faults -------------------------------------------------------------------------------------
-
-    async def _fault(self) -> None:
-        """Kill or stop a rank or a router that lives now. One worker is left alone: the others go to it."""
-        await self._wait_for_workers()
-        workers = await self._workers()
-        victims = [(f"rank {min(rank['rank'], 1)}", int(rank["pid"])) for w in workers for rank in w["ranks"]]
-        routers = [pid for url in self._urls if (pid := await self._router_pid(url)) is not None]
-        if len(routers) > 1:
-            victims += [("router", pid) for pid in routers]
-        kind, pid = self._random.choice(victims)
-        how = "SIGSTOP" if self._random.random() < 0.25 and kind != "router" else "kill -9"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
-            name = {"rank 0": "leader", "rank 1": "rank"}.get(kind, kind)
-            self.report.faults[f"{how} of a {name}"] += 1
-        if how == "SIGSTOP":
-            await asyncio.sleep(STOP_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    async def _workers(self) -> list[dict[str, Any]]:
-        for url in self._urls:
-            with contextlib.suppress(httpx.HTTPError):
-                workers: list[dict[str, Any]] = (await self._http.get(f"{url}/holdfast/workers")).json()
-                return workers
-        return []
-
-    async def _router_pid(self, url: str) -> int | None:
-        with contextlib.suppress(httpx.HTTPError):
-            return int((await self._http.get(f"{url}/holdfast/router")).json()["pid"])
-        return None
-
-    async def _wait_for_workers(self) -> None:
-        deadline = time.monotonic() + HEAL_DEADLINE_S
-        while len(await self._workers()) < 2:
-            if time.monotonic() > deadline:
-                raise ChaosFailed(f"the workers did not come back within {HEAL_DEADLINE_S} s")
-            await asyncio.sleep(0.1)
-
     async def _heal(self) -> None:
         """Every process is back; then every page is free, or cached, or a session's that was not released."""
-        await self._wait_for_workers()
-        deadline = time.monotonic() + HEAL_DEADLINE_S
+        await self._faults.wait_for_workers()
+        await self._faults.wait_for_routers()
         for url in self._urls:
-            while await self._router_pid(url) is None:
-                if time.monotonic() > deadline:
-                    raise ChaosFailed(f"the router at {url} did not come back within {HEAL_DEADLINE_S} s")
-                await asyncio.sleep(0.1)
             for report in (await self._http.get(f"{url}/holdfast/audit")).raise_for_status().json():
                 for rank in report["ranks"]:
                     self.report.pages_leaked += len(rank["leaked"]) + len(rank["overheld"])

@@ -221,6 +221,7 @@ class RouterServer:
 
     async def stop(self) -> None:
         """Let live turns end for ``drain_timeout_s``, then close everything."""
+        self.gateway.closing = True
         self._http.should_exit = True
         await asyncio.gather(
             self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True

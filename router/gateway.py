@@ -9,18 +9,17 @@ import asyncio
 import logging
 import random
 import time
-import uuid
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
     InvalidRequest,
+    JournalUnavailable,
     NoWorkerAvailable,
     PromptTooLong,
     QueueFull,
@@ -29,81 +28,21 @@ from holdfast.errors import (
     SessionReleased,
     StaleEpoch,
 )
-from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
 from holdfast.wire import error_from_code
 from router.config import RouterConfig
 from router.control import Control
+from router.dispatch import Dispatch
 from router.journal import Journal
 from router.metrics import Metrics
 from router.moves import Moves
-from router.placement import Placement
 from router.sessions import Session, Sessions
 from router.text import TextCodec
+from router.turns import LiveTurn, TurnChunk, TurnRequest
 from router.workers import TurnInbox, WorkerAddress, WorkerLink
 
 log = logging.getLogger("holdfast.router")
-
-Prepare: TypeAlias = "Callable[[Session | None], Awaitable[tuple[int, array[int]]]]"
-"""Given the session as it is now, which no other turn can change meanwhile: (how many of its tokens to
-keep, the turn's input after them)."""
-
-
-@dataclass(slots=True)
-class TurnRequest:
-    """One turn, whatever protocol it came by."""
-
-    tenant: str
-    prepare: Prepare
-    sampling: session_pb2.Sampling
-    session_id: str = ""
-    """Empty: no session; the request stands alone and leaves nothing but cached prefixes."""
-    create_session: bool = True
-    queue: bool = True
-    """Wait for the session's running turn; off: refuse."""
-    cache_key: str = ""
-    turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    rolled_back: Callable[[], Awaitable[None]] | None = None
-    """Called when the turn did not end well and the journal has forgotten it, by this router's doing."""
-
-
-@dataclass(slots=True)
-class TurnChunk:
-    """News of a turn. The last one has ``finish_reason``."""
-
-    prompt_len: int
-    cached_len: int = 0
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
-    input_logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
-    finish_reason: str = ""
-    matched: int | str | None = None
-
-
-@dataclass(slots=True)
-class _Live:
-    """A turn under way. ``tokens`` is the whole sequence: kept history, input, output so far."""
-
-    request: TurnRequest
-    session: Session | None
-    keep_len: int
-    tokens: array[int]
-    prompt_len: int
-    epoch: int = 0
-    link: WorkerLink | None = None
-    submission: str = ""
-    """The turn's name on its worker: another for each time it is sent, for what was sent on a stream that
-    broke, and what came of it, may arrive late."""
-    cached_len: int | None = None
-    resubmitted_at: float | None = None
-    """When the turn was sent to another worker, until its next token came."""
-
-    @property
-    def key(self) -> str:
-        """The name of its slot on the worker."""
-        return self.session.session_id if self.session else f"turn-{self.submission}"
+LEAVE_RETRY_S = 0.5
 
 
 class Gateway:
@@ -115,12 +54,15 @@ class Gateway:
         self.metrics = metrics
         self.journal = journal
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
-        self._placement = Placement()
+        self.dispatch = Dispatch(self)
         self._links: dict[str, WorkerLink] = {}
-        self._live: dict[str, _Live] = {}
+        self.turns: dict[str, LiveTurn] = {}
+        """That run or wait here, by id."""
         self._aborted: set[str] = set()
         self._num_turns = 0
         self._turns_of: Counter[str] = Counter()
+        self.closing = False
+        """The router is told to stop: turns that do not end by then are left to another."""
         self._background: set[asyncio.Task[None]] = set()
         self.control = Control(self)
         self.moves = Moves(self)
@@ -132,7 +74,7 @@ class Gateway:
         wanted = {address.name: address for address in addresses}
         for name in [name for name in self._links if name not in wanted]:
             link = self._links.pop(name)
-            self._placement.forget(name)
+            self.dispatch.placement.forget(name)
             await link.close()
         for name, address in wanted.items():
             if name not in self._links:
@@ -156,6 +98,7 @@ class Gateway:
         return next((link.welcome.vocab_size for link in self._links.values() if link.welcome), 0)
 
     async def close(self) -> None:
+        self.closing = True
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.control.close()
         for link in self._links.values():
@@ -169,7 +112,7 @@ class Gateway:
         Raises every HoldfastError that a caller can get; most before the first chunk.
         """
         self._refuse_full(request.tenant)
-        if request.turn_id in self._live:
+        if request.turn_id in self.turns:
             raise SessionBusy(f"request {request.turn_id} runs already; resume it, or send another id")
         self._take_place(request.tenant)
         session = None
@@ -204,7 +147,7 @@ class Gateway:
         session = self.sessions.add(known.session)
         sampling = session_pb2.Sampling.FromString(known.request)
         request = TurnRequest(tenant, _resumed, sampling, session_id, turn_id=turn_id)
-        turn = _Live(request, session, known.keep_len, tokens, known.prompt_len, epoch=known.session.epoch)
+        turn = LiveTurn(request, session, known.keep_len, tokens, known.prompt_len, epoch=known.session.epoch)
         if known.finish:
             yield self._shown_again(turn, start, known.finish)
             return
@@ -238,7 +181,7 @@ class Gateway:
         if self.sessions.running_turn(session_id):
             raise SessionBusy(f"session {session_id} already has an active request, here; wait for it or abort it")
 
-    def _shown_again(self, turn: _Live, start: int, finish: str) -> TurnChunk:
+    def _shown_again(self, turn: LiveTurn, start: int, finish: str) -> TurnChunk:
         """What a client has not seen of a turn that has ended."""
         output, stops = self.codec.stream(turn.request.sampling.stop), turn.request.sampling.stop
         tokens = turn.tokens[turn.prompt_len :]
@@ -248,10 +191,12 @@ class Gateway:
         text += output.finish(next((stop for stop in stops if finish == "stop" and stop in whole), None))
         return TurnChunk(turn.prompt_len, index=start, tokens=list(tokens[start:]), text=text, finish_reason=finish)
 
-    async def _run_live(self, turn: _Live, relay: AsyncGenerator[TurnChunk, None]) -> AsyncGenerator[TurnChunk, None]:
+    async def _run_live(
+        self, turn: LiveTurn, relay: AsyncGenerator[TurnChunk, None]
+    ) -> AsyncGenerator[TurnChunk, None]:
         """Pass a turn's chunks on, and end it with the last of them, or however it ends."""
         request = turn.request
-        self._live[request.turn_id] = turn
+        self.turns[request.turn_id] = turn
         ended = None
         try:
             async with aclosing(relay):
@@ -259,21 +204,22 @@ class Gateway:
                     if chunk.finish_reason:
                         # Before the client knows: its next turn must find the session free.
                         completed = chunk.finish_reason in ("stop", "length")
-                        ended = self._in_background(self._end(turn, completed=completed))
+                        ended = self._in_background(self._end(turn, self._give if completed else self._roll_back))
                         await asyncio.shield(ended)
                     yield chunk
         except HoldfastError:
-            ended = ended or self._in_background(self._end(turn, completed=False))
+            # The fault is not its client's: what it has seen stays, for it to go on from (law L10).
+            ended = ended or self._in_background(self._end(turn, self._leave_shown))
             await asyncio.shield(ended)
             raise
         finally:
             if ended is None:
                 # The client may be gone and this task cancelled: the clean-up is a task of its own.
-                self._in_background(self._end(turn, completed=False))
+                self._in_background(self._end(turn, self._leave_shown if self.closing else self._roll_back))
 
     def abort(self, turn_id: str) -> bool:
         """End a live turn with reason ``abort``. Returns whether there was one."""
-        turn = self._live.get(turn_id)
+        turn = self.turns.get(turn_id)
         if turn is None:
             return False
         self._aborted.add(turn_id)
@@ -283,14 +229,14 @@ class Gateway:
 
     def live_turns(self, tenant: str | None = None) -> list[str]:
         """Ids of the turns that run or wait here; only a tenant's, if one is given."""
-        return [turn_id for turn_id, turn in self._live.items() if tenant in (None, turn.request.tenant)]
+        return [turn_id for turn_id, turn in self.turns.items() if tenant in (None, turn.request.tenant)]
 
-    async def _prepared(self, request: TurnRequest, session: Session | None) -> _Live:
+    async def _prepared(self, request: TurnRequest, session: Session | None) -> LiveTurn:
         if session is None:
             return await self._prepare(request, session)
         return await self.sessions.up_to_date(session, lambda: self._prepare(request, session), queue=request.queue)
 
-    async def _prepare(self, request: TurnRequest, session: Session | None) -> _Live:
+    async def _prepare(self, request: TurnRequest, session: Session | None) -> LiveTurn:
         keep_len, ids = await request.prepare(session)
         tokens = (session.tokens[:keep_len] if session else array("i")) + ids
         if not tokens:
@@ -304,9 +250,9 @@ class Gateway:
         if not request.sampling.HasField("seed"):
             # Drawn here, not by the worker, so that a replay elsewhere goes on with the same noise.
             request.sampling.seed = random.getrandbits(62)
-        return _Live(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)
+        return LiveTurn(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)
 
-    async def _relay(self, turn: _Live, *, resumed_at: int | None = None) -> AsyncGenerator[TurnChunk, None]:
+    async def _relay(self, turn: LiveTurn, *, resumed_at: int | None = None) -> AsyncGenerator[TurnChunk, None]:
         request, started = turn.request, time.monotonic()
         output = self.codec.stream(request.sampling.stop)
         if resumed_at is None:
@@ -316,8 +262,8 @@ class Gateway:
             output.push(known[:resumed_at])
             text = output.push(known[resumed_at:])
             yield TurnChunk(turn.prompt_len, index=resumed_at, tokens=list(known[resumed_at:]), text=text)
-            await self._place(turn)
-        inbox = self._submit(turn, full=resumed_at is not None)
+            await self.dispatch.place(turn)
+        inbox = self.dispatch.submit(turn, full=resumed_at is not None)
         last_token_at = None
         while True:
             if request.turn_id in self._aborted:
@@ -327,13 +273,13 @@ class Gateway:
             if update is None:
                 if request.turn_id in self._aborted:
                     continue
-                inbox = await self._fail_over(turn)
+                inbox = await self.dispatch.fail_over(turn)
                 continue
             if update.needs_history:
-                inbox = self._submit(turn, full=True)
+                inbox = self.dispatch.submit(turn, full=True)
                 continue
             if update.error_code == NoWorkerAvailable.code:
-                inbox = await self._fail_over(turn)  # it drains
+                inbox = await self.dispatch.fail_over(turn)  # it drains
                 continue
             if update.error_code:
                 raise error_from_code(update.error_code, update.error_message)
@@ -361,11 +307,11 @@ class Gateway:
             if chunk.finish_reason:
                 return
 
-    async def _begin(self, turn: _Live) -> None:
+    async def _begin(self, turn: LiveTurn) -> None:
         """Find the turn a worker, and journal its input."""
         session = turn.session
         if session is None:
-            await self._place(turn)
+            await self.dispatch.place(turn)
             return
 
         async def begin() -> None:
@@ -373,7 +319,7 @@ class Gateway:
                 now = await self._prepare(turn.request, session)
                 turn.keep_len, turn.tokens, turn.prompt_len = now.keep_len, now.tokens, now.prompt_len
                 turn.epoch = now.epoch
-            await self._place(turn)
+            await self.dispatch.place(turn)
             await self.journal.begin_turn(
                 session.session_id,
                 turn.epoch,
@@ -395,7 +341,7 @@ class Gateway:
                 raise DeadlineExceeded(f"the turn was not done within {self.config.turn_deadline_s} s") from None
             raise DeadlineExceeded(f"no token came within {self.config.token_timeout_s} s") from None
 
-    async def _take(self, turn: _Live, update: worker_pb2.TurnUpdate) -> TurnChunk:
+    async def _take(self, turn: LiveTurn, update: worker_pb2.TurnUpdate) -> TurnChunk:
         """Journal an update, and only then give it to be shown (law L10)."""
         index = len(turn.tokens) - turn.prompt_len
         if turn.session is not None and update.tokens:
@@ -417,9 +363,9 @@ class Gateway:
             matched=getattr(update, matched) if matched else None,
         )
 
-    async def _complete(self, turn: _Live, finish: str) -> None:
+    async def _complete(self, turn: LiveTurn, finish: str) -> None:
         assert turn.link is not None
-        self._placement.remember(turn.link.name, turn.request.tenant, turn.tokens, turn.request.cache_key)
+        self.dispatch.placement.remember(turn.link.name, turn.request.tenant, turn.tokens, turn.request.cache_key)
         session = turn.session
         if session is None:
             return
@@ -429,20 +375,44 @@ class Gateway:
         session.extend(added, self.codec.decode(added))
         session.record.num_turns += 1
 
-    async def _end(self, turn: _Live, *, completed: bool) -> None:
-        """What every turn goes through at its end, however it ended."""
+    async def _end(self, turn: LiveTurn, settle: Callable[[LiveTurn, Session], Awaitable[None]]) -> None:
+        """What every turn goes through at its end, however it ended; ``settle``: what becomes of its session."""
         turn_id, session = turn.request.turn_id, turn.session
-        del self._live[turn_id]
+        del self.turns[turn_id]
         self._aborted.discard(turn_id)
         self._give_place(turn.request.tenant)
         if turn.link is not None:
             turn.link.abort(turn.submission)
-        if session is not None and not completed:
-            await self._roll_back(turn, session)
-        elif session is not None:
-            self.sessions.give_slot(session)
+        if session is not None:
+            await settle(turn, session)
 
-    async def _roll_back(self, turn: _Live, session: Session) -> None:
+    async def _give(self, turn: LiveTurn, session: Session) -> None:
+        self.sessions.give_slot(session)
+
+    async def _leave_shown(self, turn: LiveTurn, session: Session) -> None:
+        if len(turn.tokens) == turn.prompt_len:
+            await self._roll_back(turn, session)
+            return
+        self.sessions.forget(session.session_id)
+        self.sessions.give_slot(session)
+        await self._leave(turn, session)
+
+    async def _leave(self, turn: LiveTurn, session: Session) -> None:
+        """Let any router go on with the turn, or roll it back; while the journal fails, again and again."""
+        try:
+            await self.journal.leave_turn(session.session_id, turn.request.turn_id)
+        except JournalUnavailable as error:
+            log.warning("session %s: its turn is not left yet: %s", session.session_id, error.message)
+            self._in_background(self._leave_later(turn, session))
+        except (SessionNotFound, SessionReleased):
+            pass
+
+    async def _leave_later(self, turn: LiveTurn, session: Session) -> None:
+        await asyncio.sleep(LEAVE_RETRY_S)
+        if not self.closing and turn.request.turn_id not in self.turns:
+            await self._leave(turn, session)
+
+    async def _roll_back(self, turn: LiveTurn, session: Session) -> None:
         try:
             if await self.journal.abort_turn(session.session_id, turn.request.turn_id):
                 if turn.request.rolled_back is not None:
@@ -453,84 +423,12 @@ class Gateway:
         except (SessionNotFound, SessionReleased):
             pass
         except HoldfastError as error:
-            # Not known whether the journal has the turn: ask it again the next time.
+            # Not known whether the journal has the turn: ask it again the next time, whoever does.
             log.warning("session %s: could not roll back turn: %s", session.session_id, error.message)
             self.sessions.forget(session.session_id)
+            await self._leave(turn, session)
         finally:
             self.sessions.give_slot(session)
-
-    # ---- placement and failover ---------------------------------------------------------------------
-
-    async def _place(self, turn: _Live, *, move: bool = False) -> None:
-        """Find the turn's worker: where its session is pinned, or (``move``: always) a place that is
-        journaled under a new epoch."""
-        pinned = self._links.get(turn.session.record.worker) if turn.session else None
-        if pinned is not None and pinned.alive and not pinned.stats.draining and not move:
-            turn.link = pinned
-            return
-        turn.link = await self._choose(turn)
-        if turn.session is not None:
-            record = turn.session.record
-            record.epoch = turn.epoch = await self.journal.pin(turn.session.session_id, turn.epoch, turn.link.name)
-            left, record.worker = self.link(record.worker), turn.link.name
-            if left is not None and left is not turn.link:
-                self.control.sweep(left)
-
-    async def _choose(self, turn: _Live) -> WorkerLink:
-        deadline = time.monotonic() + self.config.worker_wait_s
-        while True:
-            # Counted here, not by the link: a turn counts from the moment it is placed.
-            load = Counter(live.link for live in self._live.values())
-            views = [link.view(load[link]) for link in self.alive_links() if not link.stats.draining]
-            name = self._placement.choose(views, turn.request.tenant, turn.tokens, turn.request.cache_key)
-            if name is not None:
-                return self._links[name]
-            if time.monotonic() >= deadline:
-                raise NoWorkerAvailable(f"no worker came to life within {self.config.worker_wait_s} s")
-            await asyncio.sleep(0.02)
-
-    async def _fail_over(self, turn: _Live) -> TurnInbox:
-        """The turn's worker is gone: give the session another owner and replay what the journal has."""
-        assert turn.link is not None
-        lost, began = turn.link.name, time.monotonic()
-        turn.link = None
-        await self._place(turn, move=True)
-        assert turn.link is not None
-        self.metrics.failovers.inc()
-        inbox = self._submit(turn, full=True)
-        turn.resubmitted_at = time.monotonic()
-        self.metrics.failover.labels("place").observe(turn.resubmitted_at - began)
-        log.warning(
-            "turn %s of session %s moved from %s to %s at token %d in %.1f ms",
-            turn.request.turn_id,
-            turn.request.session_id or "-",
-            lost,
-            turn.link.name,
-            len(turn.tokens),
-            1000 * (time.monotonic() - began),
-        )
-        return inbox
-
-    def _submit(self, turn: _Live, *, full: bool) -> TurnInbox:
-        """Send the turn: only what is new if its worker should have the rest, else everything."""
-        assert turn.link is not None
-        session = turn.session
-        delta = not full and session is not None and turn.keep_len > 0
-        prefix_len = turn.keep_len if delta else 0
-        turn.submission = f"{turn.request.turn_id}/{uuid.uuid4().hex}"
-        submit = worker_pb2.Submit(
-            turn_id=turn.submission,
-            session_id=turn.key,
-            tenant=turn.request.tenant,
-            epoch=turn.epoch,
-            tokens=pack_tokens(turn.tokens[prefix_len:]),
-            prefix_len=prefix_len,
-            prefix_crc=session.prefix_crc(prefix_len) if session and delta else 0,
-            prompt_len=turn.prompt_len,
-            sampling=turn.request.sampling,
-            ephemeral=session is None,
-        )
-        return turn.link.submit(submit)
 
     def is_busy(self, session_id: str) -> bool:
         return bool(self.sessions.running_turn(session_id))

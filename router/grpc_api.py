@@ -11,10 +11,11 @@ import grpc
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import abort_with, answers_errors
-from router.gateway import Gateway, TurnChunk, TurnRequest
+from router.gateway import Gateway
 from router.http_common import tenant_of
 from router.journal import SessionRecord
 from router.sessions import Session
+from router.turns import TurnChunk, TurnRequest
 
 
 class SessionServer(session_pb2_grpc.SessionServiceServicer):

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import HoldfastError, RequestTooLarge, Unauthenticated
-from router.gateway import TurnChunk
+from router.turns import TurnChunk
 
 T = TypeVar("T")
 SSE = "text/event-stream"

@@ -61,8 +61,8 @@ class Journal(Protocol):
     async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
         """The session, as this router's from now on; it runs no turn on it.
 
-        Another router's later writes to it are stale; a turn that a dead router left is rolled back, or
-        that this one could not roll back when it ended.
+        Another router's later writes to it are stale; a turn that was left open, by a dead router or by
+        ``leave_turn``, is rolled back.
         Raises SessionBusy while a living router runs a turn on it, SessionNotFound (also for another
         tenant's, or if it is not to be created), SessionReleased, TooManySessions.
         """
@@ -101,6 +101,10 @@ class Journal(Protocol):
 
         Not fenced by the epoch: whoever ends a turn may not know what became of its last pin.
         """
+
+    async def leave_turn(self, session_id: str, turn_id: str) -> None:
+        """If the turn runs and is this router's: nobody runs it any more. Any router may adopt it, or take the
+        session and roll it back."""
 
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         """Keep the first ``keep_len`` tokens. Raises SessionBusy."""

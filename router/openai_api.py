@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
-from router.gateway import Gateway, Prepare, TurnChunk, TurnRequest
+from router.gateway import Gateway
 from router.http_common import SSE, collect, error_response, first_chunk, tenant_of, until_disconnect
 from router.sessions import Session
+from router.turns import Prepare, TurnChunk, TurnRequest
 
 MAX_TOP_LOGPROBS = 20
 

@@ -192,6 +192,12 @@ if r.turn ~= ARGV[2] or r.router ~= ARGV[3] then return {0, 0} end
 forget_turn()
 return {0, 1}
 """,
+    "leave": """
+local r, err = row()
+if not r then return err end
+if r.turn == ARGV[2] and r.router == ARGV[3] then redis.call('HSET', hash, 'router', '') end
+return {0}
+""",
     "cut": """
 local r, err = fenced(ARGV[2])
 if not r then return err end
@@ -325,6 +331,9 @@ class RedisJournal:
 
     async def abort_turn(self, session_id: str, turn_id: str) -> bool:
         return bool((await self._run("abort", session_id, "", turn_id, self.router))[1])
+
+    async def leave_turn(self, session_id: str, turn_id: str) -> None:
+        await self._run("leave", session_id, "", turn_id, self.router)
 
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         await self._run("cut", session_id, "", epoch, keep_len)

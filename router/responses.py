@@ -34,9 +34,10 @@ from holdfast.errors import (
     TurnNotFound,
 )
 from holdfast.v1 import session_pb2
-from router.gateway import Gateway, TurnChunk, TurnRequest
+from router.gateway import Gateway
 from router.openai_api import prepare_text
 from router.sessions import Session
+from router.turns import TurnChunk, TurnRequest
 
 CANCEL_POLL_S = 0.5
 """Between looks at whether somebody wants a background response to end."""
@@ -188,7 +189,8 @@ class Responses:
                 except _MovedOn:
                     session_id = await self._fork(response, tenant)
         except HoldfastError as error:
-            await self._fail(response, tenant, error)
+            if not response.output:  # else its turn was left open, and goes on when somebody asks for it
+                await self._fail(response, tenant, error)
             raise
 
     async def _session_of(self, response: StoredResponse, tenant: str) -> str:

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
-from router.gateway import Gateway, TurnChunk
+from router.gateway import Gateway
 from router.http_common import SSE, collect, first_chunk, tenant_of, until_disconnect
 from router.responses import Responses, StoredResponse, output_items
+from router.turns import TurnChunk
 
 FIRST_DELTA = 4
 """Sequence number of the first token's event. A delta has that of its last token: so a cursor names a

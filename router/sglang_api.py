@@ -22,10 +22,11 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
 from holdfast.v1 import session_pb2
-from router.gateway import Gateway, TurnChunk, TurnRequest
+from router.gateway import Gateway
 from router.http_common import collect, first_chunk, tenant_of, until_disconnect
 from router.sessions import Session
 from router.sglang_sessions import BranchingSessions, SessionParams
+from router.turns import TurnChunk, TurnRequest
 
 DEFAULT_MAX_NEW_TOKENS = 128
 

@@ -15,8 +15,9 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel
 
 from holdfast.errors import InvalidRequest, SessionBusy, SessionExists, SessionNotFound
-from router.gateway import Gateway, TurnChunk, TurnRequest
+from router.gateway import Gateway
 from router.sessions import Session
+from router.turns import TurnChunk, TurnRequest
 
 
 class Node(BaseModel):

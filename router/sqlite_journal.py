@@ -225,6 +225,9 @@ class SqliteJournal:
     async def abort_turn(self, session_id: str, turn_id: str) -> bool:
         return await self._call(self._abort_turn, session_id, turn_id)
 
+    async def leave_turn(self, session_id: str, turn_id: str) -> None:
+        await self._call(self._leave_turn, session_id, turn_id)
+
     async def cut(self, session_id: str, epoch: int, keep_len: int) -> None:
         await self._call(self._cut, session_id, epoch, keep_len)
 
@@ -415,14 +418,18 @@ class SqliteJournal:
             self._forget_turn(session_id)
         return ours
 
+    def _leave_turn(self, session_id: str, turn_id: str) -> None:
+        self._db.execute(
+            "UPDATE sessions SET router = '' WHERE session_id = ? AND turn_id = ? AND router = ?",
+            (session_id, turn_id, self.router),
+        )
+
     def _forget_turn(self, session_id: str) -> None:
         self._db.execute("DELETE FROM turn_tokens WHERE session_id = ?", (session_id,))
         self._db.execute("UPDATE sessions SET turn_id = '' WHERE session_id = ?", (session_id,))
 
     def _cut(self, session_id: str, epoch: int, keep_len: int) -> None:
-        row = self._fenced(session_id, epoch)
-        if row[5]:
-            raise SessionBusy(f"session {session_id} already has an active request")
+        self._at_rest(session_id, epoch)
         self._cut_tokens(session_id, keep_len)
         self._db.execute("UPDATE sessions SET last_turn_id = '' WHERE session_id = ?", (session_id,))
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -90,6 +91,58 @@ async def test_no_worker_is_503_within_the_deadline_and_service_returns(tmp_path
                 assert (await http.get(f"{cluster.url}/health")).status_code == 503
             await cluster.start_worker("w0", 2, ENGINE)
             assert (await client.completions.create(**args)).choices[0].text == expected.choices[0].text
+        await cluster.assert_no_leak()
+
+
+async def rest_of(stub, session: str, turn_id: str, seen: list[int]) -> list[int]:
+    """What is left of a turn, from any router that goes on with it."""
+    request = pb.GenerateRequest(session_id=session, request_id=turn_id, resume_from=len(seen))
+    return seen + [token async for answer in stub.Generate(request) for token in answer.tokens]
+
+
+async def test_a_turn_that_finds_no_worker_keeps_what_was_seen(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, num_routers=2, worker_wait_s=0.3) as cluster:
+        async with cluster.channel() as channel, cluster.channel(1) as other:
+            stub, second = (session_pb2_grpc.SessionServiceStub(c) for c in (channel, other))
+            expected = await stream_turn(stub, "calm")
+            seen: list[int] = []
+            request = pb.GenerateRequest(
+                session_id="s",
+                tokens=pb.TokenIds(ids=[100, 200, 300]),
+                sampling=pb.Sampling(**SAMPLING),
+                request_id="t",
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                async for answer in stub.Generate(request):
+                    seen += answer.tokens
+                    if len(seen) == 10:
+                        await cluster.lose_worker("w0")
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE and 10 <= len(seen) < 60
+            await cluster.start_worker("w0", 2, ENGINE)
+            # Its router lives, and does not run it: any may go on with it.
+            assert await rest_of(second, "s", "t", seen) == expected
+            assert (await stub.Get(pb.GetRequest(session_id="s"))).num_tokens == 63
+        await cluster.assert_no_leak()
+
+
+async def test_a_router_that_is_stopped_leaves_its_turns_to_the_others(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, num_routers=2, drain_timeout_s=0.05) as cluster:
+        async with cluster.channel() as channel, cluster.channel(1) as other:
+            stub, second = (session_pb2_grpc.SessionServiceStub(c) for c in (channel, other))
+            expected = await stream_turn(stub, "calm", max_tokens=400)
+            seen: list[int] = []
+            sampling = pb.Sampling(**(SAMPLING | {"max_tokens": 400}))
+            tokens = pb.TokenIds(ids=[100, 200, 300])
+            stopping = None
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for answer in stub.Generate(
+                    pb.GenerateRequest(session_id="s", tokens=tokens, sampling=sampling, request_id="t")
+                ):
+                    seen += answer.tokens
+                    stopping = stopping or asyncio.create_task(cluster.routers.pop(0).stop())
+            assert stopping is not None and 0 < len(seen) < 400
+            await stopping
+            assert await rest_of(second, "s", "t", seen) == expected
         await cluster.assert_no_leak()
 
 

@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from holdfast.errors import DeadlineExceeded
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.gateway import TurnRequest
 from router.sessions import Session
+from router.turns import TurnRequest
 from tests.harness import Harness, running
 from tests.waiting import until
 

@@ -288,6 +288,44 @@ async def test_what_a_dead_router_ran_is_rolled_back(journal: Journal, connect: 
             await late
 
 
+async def test_a_turn_that_is_left_is_anybody_s(journal: Journal, connect: Connect) -> None:
+    other = await connect()
+    await take(journal, "s", "me")
+    await journal.begin_turn("s", 0, "t", 0, ids(1, 2), b"how")
+    await journal.append("s", 0, "t", 2, [3])
+    await other.leave_turn("s", "t")  # not its own: nothing happens
+    await journal.leave_turn("s", "another")
+    with pytest.raises(SessionBusy):
+        await other.adopt_turn("s", "me", "t")
+    await journal.leave_turn("s", "t")
+    adopted = await other.adopt_turn("s", "me", "t")
+    assert (adopted.tokens, adopted.prompt_len, adopted.request, adopted.session.epoch) == (ids(1, 2, 3), 2, b"how", 1)
+    with pytest.raises(StaleEpoch):
+        await journal.append("s", 0, "t", 3, [9])
+    await journal.leave_turn("s", "t")
+    with pytest.raises(SessionBusy):
+        await take(journal, "s", "me")  # it is the other's now
+    await other.leave_turn("s", "t")
+    assert (await take(journal, "s", "me")).tokens == ids(), "who takes the session instead rolls the turn back"
+
+
+async def test_only_a_session_at_rest_is_moved(journal: Journal, connect: Connect) -> None:
+    other = await connect()
+    await take(journal, "s", "me")
+    epoch = await journal.pin("s", 0, "w0@1")
+    await turn(journal, 0, ids(1, 2), [3], epoch)
+    assert await other.move("s", epoch, "w1@1") == epoch + 1, "by any router"
+    with pytest.raises(StaleEpoch):
+        await journal.move("s", epoch, "w2@1")
+    assert (await journal.owners(["s"])) == {"s": ("w1@1", epoch + 1)}
+    await journal.begin_turn("s", epoch + 1, "t2", 3, ids(4), b"")
+    with pytest.raises(SessionBusy):
+        await other.move("s", epoch + 1, "w2@1")
+    await journal.release("s", "me")
+    with pytest.raises(SessionReleased):
+        await other.move("s", epoch + 1, "w2@1")
+
+
 async def test_a_router_that_wakes_cannot_roll_back_the_turn_that_another_went_on_with(
     journal: Journal, connect: Connect
 ) -> None:

@@ -138,7 +138,7 @@ async def test_a_background_response_outlives_its_router(cluster: Harness, clien
     assert response.status == "in_progress"
     gateway = cluster.routers[0].gateway
     await until(
-        lambda: any(len(turn.tokens) > turn.prompt_len + 10 for turn in gateway._live.values()), 10, "some tokens"
+        lambda: any(len(turn.tokens) > turn.prompt_len + 10 for turn in gateway.turns.values()), 10, "some tokens"
     )
     cluster.lose_router()
     while response.status == "in_progress":

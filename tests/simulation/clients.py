@@ -183,8 +183,7 @@ class Client:
             turn.resumes = False
         except RETRY as error:
             self.cluster.trace(f"{turn.id} gets {error.code}: {error.message}")
-            # It says so: the turn is not going on. What the journal has of it, the next attempt asks.
-            turn.excused |= not isinstance(error, SessionBusy) or not turn.resumes
+            # The turn is not going on. What the journal has of it, the next attempt asks.
             turn.resumes = True
             await asyncio.sleep(self.rng.uniform(0.05, 0.5))
         except SessionNotFound as error:

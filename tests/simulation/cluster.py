@@ -22,6 +22,7 @@ from unittest import mock
 
 from grpc_reflection.v1alpha import reflection
 
+import router.dispatch
 import router.gateway
 import router.moves
 import router.sessions
@@ -426,6 +427,7 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.rank_server, "Follower", SimulatedFollower),
         mock.patch.object(workers.leader, "Rank", SimulatedRank),
         mock.patch.object(workers.follower, "Rank", SimulatedRank),
+        mock.patch.object(router.dispatch, "time", _Time),
         mock.patch.object(router.gateway, "time", _Time),
         mock.patch.object(router.sessions, "time", _Time),
         mock.patch.object(router.moves, "time", _Time),

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from router.gateway import Gateway, TurnChunk, _Live
+from router.dispatch import Dispatch
+from router.gateway import Gateway
 from router.journal import SessionRecord
 from router.sessions import Sessions
 from router.sqlite_journal import SqliteJournal
+from router.turns import LiveTurn, TurnChunk
 from tests.simulation.cluster import SimulatedJournal
 from tests.simulation.run import run_seed
 from workers.kv import SessionCache
@@ -20,7 +22,7 @@ from workers.step_log import LogWriter
 
 _fenced, _resume, _roll_back = SqliteJournal._fenced, Gateway.resume, Gateway._roll_back
 _fork = SessionCache.fork
-_append, _fail_over = SqliteJournal.append, Gateway._fail_over
+_append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
 async def _append_later(self: SimulatedJournal, *args: Any) -> None:
@@ -65,7 +67,7 @@ async def _resume_from_the_start(
         yield chunk
 
 
-async def _fail_over_without_output(self: Gateway, turn: _Live) -> Any:
+async def _fail_over_without_output(self: Dispatch, turn: LiveTurn) -> Any:
     del turn.tokens[turn.prompt_len :]
     return await _fail_over(self, turn)
 
@@ -77,7 +79,7 @@ def _abort_anybody_s_turn(self: SqliteJournal, session_id: str, turn_id: str) ->
     return ours
 
 
-async def _forget_nothing(self: Gateway, turn: _Live, session: Any) -> None:
+async def _forget_nothing(self: Gateway, turn: LiveTurn, session: Any) -> None:
     with mock.patch.object(Sessions, "forget"):
         await _roll_back(self, turn, session)
 
@@ -90,12 +92,15 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "two routers own a session": lambda: mock.patch.object(SqliteJournal, "_own", _own_without_new_epoch),
     "a release is answered before all ranks acked it": lambda: mock.patch.object(LogWriter, "hold", _ready_at_once),
     "a resumed stream begins at its start": lambda: mock.patch.object(Gateway, "resume", _resume_from_the_start),
-    "a failover forgets the output so far": lambda: mock.patch.object(Gateway, "_fail_over", _fail_over_without_output),
+    "a failover forgets the output so far": lambda: mock.patch.object(Dispatch, "fail_over", _fail_over_without_output),
     "a router rolls back the turn of another": lambda: mock.patch.object(
         SqliteJournal, "_abort_turn", _abort_anybody_s_turn
     ),
     "a turn that was done when its client left is forgotten": lambda: mock.patch.object(
         Gateway, "_roll_back", _forget_nothing
+    ),
+    "a turn that fails for want of a worker is rolled back": lambda: mock.patch.object(
+        Gateway, "_leave_shown", Gateway._roll_back
     ),
     "a released session's slot stays": lambda: mock.patch.object(
         SessionCache, "release_session", lambda self, session_id: 0

@@ -1,0 +1,132 @@
+"""What ``holdfast chaos`` does to a cluster of this machine: which process, how, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+import httpx
+
+from holdfast.errors import HoldfastError
+
+HEAL_DEADLINE_S = 120.0
+STOP_S = 4.0
+"""How long a stopped process sleeps: past every lease."""
+STOPPED_SHARE = 0.25
+MOMENT_DEADLINE_S = 5.0
+MAX_MOVE_S = 0.03
+"""A worker's drain is struck within this time of its start."""
+MOMENTS = ("any time", "prefill", "decode", "commit", "release", "move")
+"""When a fault strikes: at any time; when a turn was just sent, has had some tokens, has had all but its
+end; when a release was just sent; while a worker's sessions move to another."""
+
+Fault: TypeAlias = "tuple[str, Callable[[], Awaitable[None]]]"
+"""A name, and what brings it about and ends it."""
+
+
+class ChaosFailed(HoldfastError):
+    """The cluster broke a promise; the report says which."""
+
+    code = "chaos_failed"
+
+
+class Faults:
+    """Strikes a process that lives now. ``struck``: when, in ``time.monotonic``, and what.
+
+    ``others``: faults beside those of ranks and routers, for who can bring them about.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], http: httpx.AsyncClient, rng: random.Random, others: Sequence[Fault] = ()
+    ) -> None:
+        self._urls, self._http, self._random, self._others = urls, http, rng, others
+        self._due: dict[str, asyncio.Event] = {}
+        self.struck: list[tuple[float, str]] = []
+
+    def reach(self, moment: str) -> None:
+        """Told by clients: a fault that waits for this moment strikes."""
+        event = self._due.pop(moment, None)
+        if event is not None:
+            event.set()
+
+    async def strike(self) -> None:
+        """One fault, when the cluster is whole. One worker is left alone: the others go to it."""
+        await self.wait_for_workers()
+        if self._others and self._random.random() < 1 / 4:
+            name, act = self._random.choice(self._others)
+            self.struck.append((time.monotonic(), name))
+            await act()
+            return
+        kind, pid = self._random.choice(await self._victims())
+        moment = self._random.choice(MOMENTS)
+        how = "SIGSTOP" if kind != "router" and self._random.random() < STOPPED_SHARE else "kill -9"
+        await self._wait_for(moment)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
+            self.struck.append((time.monotonic(), f"{how} of a {kind}, {moment}"))
+        if how == "SIGSTOP":
+            await asyncio.sleep(STOP_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    async def wait_for_workers(self) -> None:
+        """Returns when there are two at least, and none is being drained."""
+        deadline = time.monotonic() + HEAL_DEADLINE_S
+        while len(workers := await self.workers()) < 2 or any(worker["draining"] for worker in workers):
+            if time.monotonic() > deadline:
+                raise ChaosFailed(f"the workers did not come back within {HEAL_DEADLINE_S} s")
+            for worker in workers:
+                if worker["draining"]:  # by a router that died meanwhile
+                    await self._drain(worker["worker_id"])
+            await asyncio.sleep(0.1)
+
+    async def wait_for_routers(self) -> None:
+        deadline = time.monotonic() + HEAL_DEADLINE_S
+        for url in self._urls:
+            while await self._router_pid(url) is None:
+                if time.monotonic() > deadline:
+                    raise ChaosFailed(f"the router at {url} did not come back within {HEAL_DEADLINE_S} s")
+                await asyncio.sleep(0.1)
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """As a router that lives lists them."""
+        for url in self._urls:
+            with contextlib.suppress(httpx.HTTPError):
+                workers: list[dict[str, Any]] = (await self._http.get(f"{url}/holdfast/workers")).json()
+                return workers
+        return []
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    async def _victims(self) -> list[tuple[str, int]]:
+        ranks = [rank for worker in await self.workers() for rank in worker["ranks"]]
+        victims = [("rank" if rank["rank"] else "leader", int(rank["pid"])) for rank in ranks]
+        routers = [pid for url in self._urls if (pid := await self._router_pid(url)) is not None]
+        # The only router is no victim: its clients could not go on anywhere.
+        return victims + [("router", pid) for pid in routers if len(routers) > 1]
+
+    async def _router_pid(self, url: str) -> int | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return int((await self._http.get(f"{url}/holdfast/router")).json()["pid"])
+        return None
+
+    async def _wait_for(self, moment: str) -> None:
+        if moment == "move":
+            worker = self._random.choice(await self.workers() or [{"worker_id": ""}])
+            self._moving = asyncio.create_task(self._drain(worker["worker_id"]))
+            await asyncio.sleep(self._random.uniform(0.0, MAX_MOVE_S))
+        elif moment != "any time":
+            event = self._due[moment] = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), MOMENT_DEADLINE_S)
+
+    async def _drain(self, worker_id: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            url = self._random.choice(self._urls)
+            await self._http.post(f"{url}/holdfast/workers/{worker_id}/drain?timeout_s=0&stop=true", timeout=60)
