@@ -15,7 +15,7 @@ import psutil
 from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast.cluster")
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
 
 
 def workers_on(workers: list[dict[str, Any]], node: str) -> list[str]:
@@ -54,9 +54,24 @@ def serve_node(address: str, ray_options: list[str], drain: Callable[[str], None
     except HoldfastError as error:
         log.error("the node leaves undrained: %s", error.message)
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_TIMEOUT_S)
+        _stop(process)
     return 0
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    # Ray takes no more work here then, and waits for what runs: that is drained, and starts elsewhere.
+    ranks = [child for child in children if child.is_running() and child.name().startswith("ray::")]
+    for child in ranks:
+        child.kill()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        for child in [*children, psutil.Process(process.pid)]:
+            if child.is_running():
+                child.kill()
+        process.wait()
 
 
 def _node_id(pid: int) -> str:

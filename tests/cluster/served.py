@@ -59,6 +59,9 @@ class Served:
         # Not by the command line: a stream would be over before it has started.
         return httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
 
+    def router(self) -> dict:
+        return httpx.get(f"{self.url}/holdfast/router", timeout=20).json()
+
     def worker_of(self, session: str) -> dict:
         """The worker that a session is pinned to."""
         sessions = httpx.get(f"{self.url}/holdfast/sessions", timeout=20).json()

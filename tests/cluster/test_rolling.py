@@ -8,12 +8,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import ray
 from openai import AsyncOpenAI
 from ray.cluster_utils import Cluster as RayCluster
 
 from cluster.supervisor import NAMESPACE
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
 from tests.cluster.served import HOLDFAST, serving, stream
 from tests.cluster.test_nodes import config, running, serving_again, tokens_of, worker_of
 from tests.ports import free_port
@@ -22,24 +25,25 @@ from tests.waiting import until
 SESSIONS = [f"s{i}" for i in range(5)]
 
 
-async def follow_up(client: AsyncOpenAI, session: str) -> tuple[str, int, int]:
-    """A short turn: its text, how many tokens went in, and how many of these were cached."""
-    answer = await client.completions.create(
-        model="holdfast-tiny",
-        prompt=" and",
-        max_tokens=8,
-        extra_body={"ignore_eos": True},
-        extra_headers={"X-Session-ID": session},
-    )
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-    return answer.choices[0].text, answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens or 0
+async def follow_up(stub: session_pb2_grpc.SessionServiceStub, session: str) -> tuple[list[int], int, int]:
+    """A short turn: its tokens, how many the session had with its input, and how many of these were cached."""
+    sampling, tokens = pb.Sampling(max_tokens=8, ignore_eos=True), []
+    async for answer in stub.Generate(pb.GenerateRequest(session_id=session, text=" and", sampling=sampling)):
+        tokens += answer.tokens
+    return tokens, answer.prompt_tokens, answer.cached_tokens
 
 
 async def test_a_rolling_restart_costs_no_token_and_no_kv(tmp_path: Path) -> None:
     with serving(tmp_path, "--workers", "2", "--rebalance-per-s", "0") as served:
-        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        target = served.router()["grpc"]
+        async with (
+            AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+            grpc.aio.insecure_channel(target) as channel,
+        ):
+            stub = session_pb2_grpc.SessionServiceStub(channel)
             calm = await stream(client, "calm")
-            expected = await follow_up(client, "calm")
+            expected = await follow_up(stub, "calm")
+            assert expected[2] >= expected[1] - 3, "all but what is new is cached"
             for session in SESSIONS:
                 assert await stream(client, session) == calm
             before = {w["worker_id"]: int(w["incarnation"]) for w in served.workers()}
@@ -58,7 +62,7 @@ async def test_a_rolling_restart_costs_no_token_and_no_kv(tmp_path: Path) -> Non
             # Each session moved once or twice: from its worker, and from the one it had moved to.
             assert sum(answer["sessions_moved"] for answer in drained) >= len(SESSIONS), drained
             for session in SESSIONS:
-                assert await follow_up(client, session) == expected, session
+                assert await follow_up(stub, session) == expected, session
         assert all(rank["ok"] for report in served.ask("audit") for rank in report["ranks"])
 
 
@@ -77,8 +81,8 @@ async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path)
             calm = await tokens_of(stub, "calm")
             victim = next(w for w in cluster._workers if w._places[0].node_id != head)
             before = victim.address
-            for session in SESSIONS:
-                assert await tokens_of(stub, session) == calm
+            # At once, for one after another they would go where their prompt is cached.
+            assert await asyncio.gather(*(tokens_of(stub, s) for s in SESSIONS)) == [calm] * len(SESSIONS)
             there = [s for s in SESSIONS if await worker_of(cluster, stub, s) is victim]
             assert there, "the placement spreads sessions"
             storm = asyncio.create_task(tokens_of(stub, "storm", 5, lambda: node.send_signal(signal.SIGTERM)))
@@ -95,5 +99,6 @@ async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path)
             assert await tokens_of(stub, "after") == calm
     finally:
         if node.returncode is None:
-            node.kill()
+            node.terminate()
+            await node.wait()
         nodes.shutdown()
