@@ -32,7 +32,7 @@ from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.journal import ROUTER_LEASE_S
 
-HISTORY, TOKENS_OUT, KILL_AT = 1024, 60, 10
+HISTORY, TOKENS_OUT, KILL_AT = 1024, 150, 10
 LIVE = (1, 16, 64)
 ROUTER_STREAMS, ROUTER_TOKENS = 16, 300
 IDLE, OLD_SESSIONS = 64, 1000
@@ -141,13 +141,14 @@ async def kill_worker(client: Client, num_live: int) -> dict[str, Any]:
     while any(len(stream) < KILL_AT for stream in streams.values()):
         await asyncio.sleep(0.005)
     cold = [stream[0] - began for stream in streams.values()]
-    victim = (await client.workers())[0]
     listed = (await client.http.get(f"{client.cluster.urls[0]}/holdfast/sessions")).json()
-    on_it = [s["session_id"] for s in listed if s["worker"].startswith(f"{victim['worker_id']}@")]
+    homes = {s["session_id"]: s["worker"].split("@")[0] for s in listed if s["session_id"] in names}
+    loaded = max(set(homes.values()), key=[*homes.values()].count)
+    victim = next(w for w in await client.workers() if w["worker_id"] == loaded)
     os.kill(int(victim["pid"]), signal.SIGKILL)
     killed = time.perf_counter()
     await asyncio.gather(*turns)
-    moved = pauses([streams[name] for name in names if name in on_it], killed)
+    moved = pauses([streams[name] for name in names if homes[name] == loaded], killed)
     return {
         "turns that moved": len(moved),
         "pause, ms": ms(moved),

@@ -56,11 +56,13 @@ class Report:
     """Of each turn, the longest wait for a token: from when to when, in ``time.monotonic``."""
     faults: list[tuple[float, str]] = field(default_factory=list)
     """When, and what."""
+    moments: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
         pauses = {kind: self._pauses_with(kind) for _, kind in self.faults}
         return {
             "faults": dict(Counter(kind for _, kind in self.faults)),
+            "at": dict(self.moments),
             "turns": self.turns,
             "tokens": self.tokens,
             "turns resumed at another router": self.resumed,
@@ -93,7 +95,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._http = httpx.AsyncClient(timeout=10)
         self._faults = Faults(urls, self._http, self._random, others)
-        self.report.faults = self._faults.struck
+        self.report.faults, self.report.moments = self._faults.struck, self._faults.moments
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: list[session_pb2_grpc.SessionServiceStub] = []
         self._expected: list[list[list[int]]] = []

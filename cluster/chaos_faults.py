@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +38,8 @@ class ChaosFailed(HoldfastError):
 
 
 class Faults:
-    """Strikes a process that lives now. ``struck``: when, in ``time.monotonic``, and what.
+    """Strikes a process that lives now. ``struck``: when, in ``time.monotonic``, and what; ``moments``: how
+    many faults of ranks and routers struck at each.
 
     ``others``: faults beside those of ranks and routers, for who can bring them about.
     """
@@ -48,6 +50,7 @@ class Faults:
         self._urls, self._http, self._random, self._others = urls, http, rng, others
         self._due: dict[str, asyncio.Event] = {}
         self.struck: list[tuple[float, str]] = []
+        self.moments: Counter[str] = Counter()
 
     def reach(self, moment: str) -> None:
         """Told by clients: a fault that waits for this moment strikes."""
@@ -69,7 +72,8 @@ class Faults:
         await self._wait_for(moment)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
-            self.struck.append((time.monotonic(), f"{how} of a {kind}, {moment}"))
+            self.struck.append((time.monotonic(), f"{how} of a {kind}"))
+            self.moments[moment] += 1
         if how == "SIGSTOP":
             await asyncio.sleep(STOP_S)
             with contextlib.suppress(ProcessLookupError):

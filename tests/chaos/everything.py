@@ -60,9 +60,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.everything")
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="keep the report in this file too")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as folder:
-        print(json.dumps(asyncio.run(play(Path(folder), given.faults, given.seed)), indent=2))
+        text = json.dumps(asyncio.run(play(Path(folder), given.faults, given.seed)), indent=2)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
