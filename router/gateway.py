@@ -43,6 +43,8 @@ from router.workers import TurnInbox, WorkerAddress, WorkerLink
 
 log = logging.getLogger("holdfast.router")
 LEAVE_RETRY_S = 0.5
+HANG_UP_S = 1.0
+"""Past its deadline a turn that waits for a token is told so; one whose client does not read ends after this."""
 
 
 class Gateway:
@@ -198,6 +200,9 @@ class Gateway:
         request = turn.request
         self.turns[request.turn_id] = turn
         ended = None
+        # While a client does not read, nothing here runs that could see the deadline.
+        after_s = self.config.turn_deadline_s + HANG_UP_S
+        hang_up = asyncio.get_running_loop().call_later(after_s, self._hang_up, turn, asyncio.current_task())
         try:
             async with aclosing(relay):
                 async for chunk in relay:
@@ -213,9 +218,17 @@ class Gateway:
             await asyncio.shield(ended)
             raise
         finally:
+            hang_up.cancel()
             if ended is None:
                 # The client may be gone and this task cancelled: the clean-up is a task of its own.
-                self._in_background(self._end(turn, self._leave_shown if self.closing else self._roll_back))
+                leaves = not self.closing and not turn.overdue
+                self._in_background(self._end(turn, self._roll_back if leaves else self._leave_shown))
+
+    def _hang_up(self, turn: LiveTurn, task: asyncio.Task[Any] | None) -> None:
+        log.warning("turn %s: its client does not read; it is left", turn.request.turn_id)
+        turn.overdue = True
+        if task is not None:
+            task.cancel()
 
     def abort(self, turn_id: str) -> bool:
         """End a live turn with reason ``abort``. Returns whether there was one."""

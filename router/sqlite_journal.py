@@ -6,6 +6,7 @@ Writes are group-committed: what arrives while one transaction is being committe
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import sqlite3
 import threading
@@ -37,7 +38,9 @@ from router.journal import (
     SessionRecord,
     TurnRecord,
 )
+from router.sqlite_log import torn_frames
 
+log = logging.getLogger("holdfast.router")
 T = TypeVar("T")
 MAX_GROUP = 512
 """Writes in one transaction: bounds how long the first of them waits for the last."""
@@ -114,6 +117,11 @@ class SqliteJournal:
         self._thread.start()
 
     def _connect(self) -> sqlite3.Connection:
+        torn = torn_frames(Path(f"{self._path}-wal"))
+        if torn:
+            log.warning(
+                "journal %s: %d pages past its last whole commit, of one that was never finished", self._path, torn
+            )
         try:
             db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=LOCK_TIMEOUT_S)
             db.execute("PRAGMA journal_mode=WAL")

@@ -65,6 +65,8 @@ class LiveTurn:
     """The turn's name on its worker: another for each time it is sent, for what was sent on a stream that
     broke, and what came of it, may arrive late."""
     cached_len: int | None = None
+    overdue: bool = False
+    """Its deadline passed while its client did not read."""
     resubmitted_at: float | None = None
     """When the turn was sent to another worker, until its next token came."""
 

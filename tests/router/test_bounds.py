@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
@@ -16,6 +17,7 @@ from tests.harness import Harness, running
 from tests.waiting import until
 
 KEYS = ("mine", "yours")
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 
 
 def keyed(cluster: Harness, key: str) -> httpx.AsyncClient:
@@ -85,3 +87,30 @@ async def test_a_request_that_is_too_large_is_refused(tmp_path: Path) -> None:
                 raise AssertionError("it was taken")
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        running(tmp_path, num_workers=1, num_routers=2, turn_deadline_s=2.0) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_targets[0], options=SMALL_WINDOW) as channel,
+        cluster.channel(1) as other,
+    ):
+        stub, second = (session_pb2_grpc.SessionServiceStub(c) for c in (channel, other))
+        sampling = pb.Sampling(max_tokens=900, ignore_eos=True, seed=1, temperature=0.7, logprobs=20)
+        # More than flow control lets through unread.
+        call = stub.Generate(pb.GenerateRequest(session_id="s", text="Return the", sampling=sampling, request_id="t"))
+        seen = list((await call.read()).tokens)
+        await until(lambda: not cluster.router.gateway.live_turns(), 15, "the place to be given back")
+        assert "its client does not read" in caplog.text
+        await until(lambda: not cluster.workers["w0"]._leader.scheduler.turns, 5, "the engine to hear of it")
+        # What it was shown is not lost: it may go on, here or elsewhere.
+        request = pb.GenerateRequest(session_id="s", request_id="t", resume_from=len(seen))
+        async for answer in second.Generate(request, timeout=30):
+            assert answer.index == len(seen)
+            seen += answer.tokens
+            if len(seen) > 100:
+                break
+        assert len(seen) > 100
+        call.cancel()

@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError
 from router.sqlite_journal import SqliteJournal
 
 SESSIONS, TOKENS = 4, 40
+FRAME_BYTES = 24 + 4096
 
 
 async def written(folder: Path) -> Path:
@@ -52,15 +53,19 @@ async def read(path: Path) -> list[list[int]]:
     return outputs
 
 
-async def test_a_log_torn_anywhere_keeps_its_whole_commits(tmp_path: Path) -> None:
+async def test_a_log_torn_anywhere_keeps_its_whole_commits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dead = await written(tmp_path)
     size = log_size(dead)
     whole = await read_copy(dead, tmp_path / "whole", lambda wal: wal)
+    assert not caplog.text, "nothing is missing"
     assert whole == [[100 * i + n for n in range(TOKENS)] for i in range(SESSIONS)]
     rng, lengths = random.Random(1), []
     for number in range(20):
         kept = rng.randrange(size)
         torn = await read_copy(dead, tmp_path / f"torn{number}", lambda wal, kept=kept: wal[:kept])
+        if (kept - 32) % FRAME_BYTES > 24 and kept > 32:
+            assert "never finished" in caplog.text, "what was cut is reported"
+        caplog.clear()
         for ours, all_of_it in zip(torn, whole, strict=True):
             assert ours == all_of_it[: len(ours)], "a whole beginning, nothing else"
         lengths.append((kept, sum(map(len, torn))))
