@@ -50,10 +50,11 @@ def long_context_model(context_len: int) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[Cluster]:
-    """A cluster on this machine, on free ports, with a journal of its own."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        config = Config(port=0, grpc_port=0, device="cpu", journal_path=Path(folder) / "journal.db", **settings)
+async def serving(folder: Path | None = None, **settings: Any) -> AsyncIterator[Cluster]:
+    """A cluster on this machine, on free ports, with a journal of its own, or the one in ``folder``."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as own:
+        journal = (folder or Path(own)) / "journal.db"
+        config = Config(port=0, grpc_port=0, device="cpu", journal_path=journal, **settings)
         connect(config)
         cluster = Cluster(config)
         try:

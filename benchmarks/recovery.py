@@ -16,18 +16,14 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import ray
 
-from benchmarks.common import percentile, save
-from cluster.config import Config
-from cluster.supervisor import Cluster, connect
+from benchmarks.common import percentile, save, serving
+from cluster.supervisor import Cluster
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.journal import ROUTER_LEASE_S
@@ -36,6 +32,7 @@ HISTORY, TOKENS_OUT, KILL_AT = 1024, 150, 10
 LIVE = (1, 16, 64)
 ROUTER_STREAMS, ROUTER_TOKENS = 16, 300
 IDLE, OLD_SESSIONS = 64, 1000
+SETTINGS: dict[str, Any] = {"max_total_tokens": 163_840, "max_running_requests": 64, "rebalance_per_s": 0}
 
 
 def prompt(number: int, length: int) -> pb.TokenIds:
@@ -44,28 +41,6 @@ def prompt(number: int, length: int) -> pb.TokenIds:
 
 def ms(seconds: list[float]) -> dict[str, float]:
     return {name: round(1000 * percentile(seconds, p), 1) for name, p in (("p50", 50), ("p99", 99), ("max", 100))}
-
-
-@asynccontextmanager
-async def cluster_of(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    config = Config(
-        port=0,
-        grpc_port=0,
-        device="cpu",
-        journal_path=folder / "journal.db",
-        max_total_tokens=163_840,
-        max_running_requests=64,
-        rebalance_per_s=0,
-        **settings,
-    )
-    connect(config)
-    cluster = Cluster(config)
-    try:
-        await cluster.start()
-        yield cluster
-    finally:
-        await cluster.stop()
-        ray.shutdown()
 
 
 class Client:
@@ -207,7 +182,7 @@ async def drain(client: Client) -> dict[str, Any]:
 async def restart(folder: Path) -> dict[str, Any]:
     """What the journal has, served by new processes: from nothing to an old session's next token."""
     began = time.perf_counter()
-    async with cluster_of(folder, routers=2) as cluster:
+    async with serving(folder, **SETTINGS, routers=2) as cluster:
         serving_s = time.perf_counter() - began
         client, arrivals = Client(cluster), list[float]()
         await client.turn("old7", prompt(1, 4), 2, arrivals)
@@ -222,7 +197,7 @@ async def measure() -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name:
         folder = Path(name)
-        async with cluster_of(folder, routers=2) as cluster:
+        async with serving(folder, **SETTINGS, routers=2) as cluster:
             client = Client(cluster)
             for num_live in LIVE:
                 what = f"kill -9 of a worker, {num_live} live turns at {HISTORY} tokens"
@@ -234,10 +209,9 @@ async def measure() -> dict[str, Any]:
         what = f"restart of everything, {OLD_SESSIONS} sessions in the journal"
         figures[what] = await restart(folder)
     for how, handover_timeout_s in (("handed over", 60.0), ("computed again", 0.0)):
-        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name:
-            async with cluster_of(Path(name), routers=1, handover_timeout_s=handover_timeout_s) as cluster:
-                what = f"drain of a worker with {IDLE} idle sessions at {HISTORY} tokens: KV {how}"
-                figures[what] = await drain(Client(cluster))
+        async with serving(**SETTINGS, handover_timeout_s=handover_timeout_s) as cluster:
+            what = f"drain of a worker with {IDLE} idle sessions at {HISTORY} tokens: KV {how}"
+            figures[what] = await drain(Client(cluster))
     return figures
 
 

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,6 @@ from tests.redis_server import RedisServer, redis_server
 
 LEASE_S = 0.4
 Connect = Callable[[], Awaitable[Journal]]
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(params=["sqlite", "redis"])

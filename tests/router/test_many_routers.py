@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import grpc
 import httpx
@@ -14,26 +13,15 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from tests.harness import Harness, running
-from tests.redis_server import RedisServer, redis_server
+from tests.harness import Harness
 from tests.waiting import until
 
 Stub = session_pb2_grpc.SessionServiceStub
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    settings = {}
-    if request.param == "redis":
-        settings["journal_url"] = request.getfixturevalue("redis").url.removesuffix("/0") + f"/{id(tmp_path) % 16}"
-    async with running(tmp_path, num_routers=2, **settings) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(two_routers: Harness) -> Harness:
+    return two_routers
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.harness import Harness, running
-from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
 MODEL = "holdfast-tiny"
@@ -20,20 +19,9 @@ ON = {"seed": 3, "ignore_eos": True}
 LONG = "Explain what sys.path is for, with all details."
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    settings = {}
-    if request.param == "redis":
-        settings["journal_url"] = request.getfixturevalue("redis").url.removesuffix("/0") + f"/{id(tmp_path) % 16}"
-    async with running(tmp_path, num_routers=2, **settings) as cluster:
-        yield cluster
-        await cluster.assert_no_leak()
+@pytest.fixture
+def cluster(two_routers: Harness) -> Harness:
+    return two_routers
 
 
 @pytest.fixture
