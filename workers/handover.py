@@ -9,12 +9,13 @@ change by the step log alone (law L8), and what ends half way ends as any turn d
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HandoverRefused, SessionBusy, SessionNotFound
+from holdfast.errors import HandoverRefused, SessionBusy, SessionNotFound, StaleEpoch
 from holdfast.v1 import rank_pb2
 from workers.kv import Outcome, Slot
 from workers.kv.prefix import common_prefix_len
@@ -22,6 +23,9 @@ from workers.rank import Rank
 
 if TYPE_CHECKING:
     from workers.leader import Leader
+
+MAX_RELEASED = 1024
+"""Sessions that are remembered as released, so that a hand-over that comes late brings none of them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class Handovers:
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
-        self._held: set[str] = set()
+        self._held: dict[str, str] = {}
         self._arriving: dict[str, Arriving] = {}
+        self._released: OrderedDict[str, int] = OrderedDict()
 
     def is_under_way(self, slot: Slot) -> bool:
         """Whether this slot is no session yet, or only holds one's pages for a reader."""
@@ -81,7 +86,7 @@ class Handovers:
             raise HandoverRefused(f"session {session_id} has no KV here")
         tokens = slot.tokens[:]
         cache.fork(session_id, name, for_reading=True)
-        self._held.add(name)
+        self._held[name] = session_id
         # As a running turn: what is read must not be evicted meanwhile.
         committed_len = cache.resume(name, transfer_id, tokens, len(tokens), match_prefix=False)
         return Held(slot.tenant, tokens, committed_len)
@@ -89,15 +94,24 @@ class Handovers:
     def let_go(self, transfer_id: str) -> None:
         """The reader is done, or gone. Unknown: nothing happens."""
 
-        def let_go() -> None:
-            name = held_name(transfer_id)
-            if name in self._held:
-                self._held.discard(name)
-                self._leader.cache.finish(name, transfer_id, Outcome.ABORTED)
-                self._leader.cache.release_session(name)
-                self._leader.scheduler.made_room()
+        self._leader.call(partial(self._let_go, held_name(transfer_id)))
 
-        self._leader.call(let_go)
+    def _let_go(self, name: str) -> None:
+        if self._held.pop(name, None) is not None:
+            cache = self._leader.cache
+            cache.finish(name, cache.slots[name].turn_id or "", Outcome.ABORTED)
+            cache.release_session(name)
+            self._leader.scheduler.made_room()
+
+    def released(self, session_id: str, epoch: int) -> None:
+        """In the leader's thread: nothing of the session stays on its way, from here or to here."""
+        self.end(session_id)
+        for name in [name for name, held in self._held.items() if held == session_id]:
+            self._let_go(name)
+        self._released[session_id] = epoch
+        self._released.move_to_end(session_id)
+        if len(self._released) > MAX_RELEASED:
+            self._released.popitem(last=False)
 
     # ---- target -------------------------------------------------------------------------------------
 
@@ -113,6 +127,8 @@ class Handovers:
         leader, cache, size = self._leader, self._leader.cache, self._leader.cache.page_size
         committed_len = held.committed_len
         leader.check_epoch(session_id, epoch)
+        if epoch < self._released.get(session_id, 0):
+            raise StaleEpoch(f"session {session_id} was released here under a later epoch than {epoch}")
         is_new = session_id not in cache.slots
         slot = cache.open(session_id, held.tenant)
         if slot.turn_id is not None or leader.scheduler.turn_of(session_id) is not None:

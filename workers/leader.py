@@ -173,7 +173,7 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._finish(turn, Outcome.ABORTED, Finish("abort", "released"))
-            self.handovers.end(session_id)
+            self.handovers.released(session_id, epoch)
             self.cache.release_session(session_id)
             self._epochs.pop(session_id, None)
 

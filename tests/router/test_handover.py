@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import workers.handover_rpc as rpc
-from holdfast.errors import JournalUnavailable, SessionReleased
+from holdfast.errors import JournalUnavailable, SessionReleased, StaleEpoch
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.moves import Moved
@@ -193,6 +193,7 @@ async def test_what_comes_for_a_session_on_its_way_goes_first(
             await moving  # before the turn or after it: either is whole
         else:
             await stub.Release(pb.ReleaseRequest(session_id="s"))
+            assert slots(cluster, "w0") == set(), "its pages are free when the call returns, also those held to be read"
             go_on.set()
             assert (await moving).sessions_left == 1
             await swept(cluster)
@@ -269,3 +270,19 @@ async def test_a_worker_with_many_sheds_to_one_with_few(tmp_path: Path) -> None:
         assert await moves.rebalance(100) == 0, "and it stays so"
         for name in ("s0", "s13"):
             assert await turn(stub, name, [7, 8, 9]) == (expected, len(PROMPT) + 24 - 1)
+
+
+async def test_what_was_released_is_not_brought_back_by_a_late_hand_over(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, ["s"]) as (cluster, stub, _):
+        gateway = cluster.router.gateway
+        w0, w1 = (gateway._links[f"w{i}@1"] for i in range(2))
+        late = dict(await gateway.moves.pins(w0))["s"]
+        assert (await move(cluster)).sessions_moved == 1
+        await swept(cluster)
+        assert (await move(cluster, "s", "w1", "w0")).sessions_moved == 1, "back again, under a later epoch"
+        await swept(cluster)
+        # Who read the pin before all that asks the worker that gave it away meanwhile.
+        with pytest.raises(StaleEpoch):
+            await w1.take_over("s", late, w0.address.address, 5.0)
+        await stub.Release(pb.ReleaseRequest(session_id="s"))
+        assert slots(cluster, "w0") == slots(cluster, "w1") == set()

@@ -77,7 +77,7 @@ class Client:
         self._keep(turn)
 
     async def rewind(self) -> None:
-        await self.turn(self.rng.randrange(len(self.history)))
+        await self.turn(self.rng.randrange(min(len(self.history), MAX_HISTORY)))
 
     async def leave(self) -> None:
         """Begin a turn and hang up in it: it is rolled back, or it was done already."""
