@@ -25,7 +25,8 @@ from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from workers.config import EngineConfig
 from workers.kernels.paged_attention import paged_attention
-from workers.leader import Leader, Submission, TurnUpdate
+from workers.leader import Leader
+from workers.messages import Submission, TurnUpdate
 from workers.scheduling import SamplingParams
 
 SESSIONS, TURNS, TOKENS_IN, TOKENS_OUT = 4, 300, 16, 8

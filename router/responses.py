@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from holdfast.errors import (
     DeadlineExceeded,
@@ -34,6 +33,7 @@ from holdfast.errors import (
     TurnNotFound,
 )
 from holdfast.v1 import session_pb2
+from router.conversations import Conversations, item_objects, release_session
 from router.gateway import Gateway
 from router.openai_api import prepare_text
 from router.sessions import Session
@@ -85,14 +85,6 @@ class StoredResponse(BaseModel):
         return self.status != "in_progress"
 
 
-class StoredConversation(BaseModel):
-    """A conversation as the journal keeps it; its items are kept one by one beside it."""
-
-    id: str
-    created_at: int
-    metadata: dict[str, str] = {}
-
-
 class _MovedOn(InvalidRequest):
     """The session has gone on from the response that this one wants to go on from."""
 
@@ -132,6 +124,7 @@ class Responses:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._journal = gateway.journal
+        self.conversations = Conversations(gateway)
         self._runs: dict[str, _Run] = {}
         self._histories: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
 
@@ -195,7 +188,7 @@ class Responses:
 
     async def _session_of(self, response: StoredResponse, tenant: str) -> str:
         if response.conversation is not None:
-            await self.conversation(response.conversation, tenant)
+            await self.conversations.get(response.conversation, tenant)
             return response.conversation
         if response.previous_response_id is None:
             return response.session_id
@@ -228,7 +221,7 @@ class Responses:
     async def history(self, response: StoredResponse, tenant: str) -> list[dict[str, Any]]:
         """All items up to the response's own input. Raises ResponseNotFound if one before it was deleted."""
         if response.conversation is not None:
-            items = await self.items(response.conversation, tenant)
+            items = await self.conversations.items(response.conversation, tenant)
             response.first_item = 1 + max((number for number, _ in items), default=-1)
             return [*(item for _, item in items), *response.input]
         links, at = [response.input], response.previous_response_id
@@ -425,81 +418,12 @@ class Responses:
         if response.conversation is None and not await self._journal.list_objects(
             tenant, f"ref/{response.session_id}/"
         ):
-            await self._release(response.session_id, tenant)
-
-    async def _release(self, session_id: str, tenant: str) -> None:
-        await self._journal.delete_objects(tenant, [f"head/{session_id}"])
-        with suppress(SessionNotFound):  # it may never have had a turn
-            await self._gateway.control.release(session_id, tenant)
-
-    # ---- conversations ----------------------------------------------------------------------------------
-
-    async def create_conversation(self, tenant: str, metadata: dict[str, str], items: list[dict[str, Any]]) -> str:
-        conversation_id = f"conv_{uuid.uuid4().hex}"
-        body = StoredConversation(id=conversation_id, created_at=int(time.time()), metadata=metadata)
-        objects = {f"conversation/{conversation_id}": body.model_dump_json().encode()}
-        await self._journal.put_objects(tenant, objects | item_objects(conversation_id, 0, items))
-        return conversation_id
-
-    async def conversation(self, conversation_id: str, tenant: str) -> StoredConversation:
-        """Raises ResponseNotFound."""
-        found = await self._journal.get_object(tenant, f"conversation/{conversation_id}")
-        if found is None:
-            raise ResponseNotFound(f"conversation {conversation_id} does not exist")
-        return StoredConversation.model_validate_json(found)
-
-    async def update_conversation(self, conversation: StoredConversation, tenant: str) -> None:
-        key = f"conversation/{conversation.id}"
-        await self._journal.put_objects(tenant, {key: conversation.model_dump_json().encode()})
-
-    async def delete_conversation(self, conversation_id: str, tenant: str) -> None:
-        """With its items and its session."""
-        await self.conversation(conversation_id, tenant)
-        keys = [key for key, _ in await self._journal.list_objects(tenant, f"items/{conversation_id}/")]
-        await self._journal.delete_objects(tenant, [f"conversation/{conversation_id}", *keys])
-        await self._release(conversation_id, tenant)
-
-    async def items(self, conversation_id: str, tenant: str) -> list[tuple[int, dict[str, Any]]]:
-        """With their numbers, in order."""
-        found = await self._journal.list_objects(tenant, f"items/{conversation_id}/")
-        return [(int(key.rpartition("/")[2]), _ITEM.validate_json(value)) for key, value in found]
-
-    async def add_items(self, conversation_id: str, tenant: str, items: list[dict[str, Any]]) -> None:
-        known = await self.items(conversation_id, tenant)
-        first = 1 + max((number for number, _ in known), default=-1)
-        await self._journal.put_objects(tenant, item_objects(conversation_id, first, items))
-
-    async def item(self, conversation_id: str, tenant: str, item_id: str) -> dict[str, Any]:
-        """Raises ResponseNotFound."""
-        for _, item in await self.items(conversation_id, tenant):
-            if item["id"] == item_id:
-                return item
-        raise ResponseNotFound(f"item {item_id} does not exist in conversation {conversation_id}")
-
-    async def delete_item(self, conversation_id: str, tenant: str, item_id: str) -> None:
-        """What comes after it is computed again at the next turn, as with any edited history."""
-        for number, item in await self.items(conversation_id, tenant):
-            if item["id"] == item_id:
-                await self._journal.delete_objects(tenant, [_item_key(conversation_id, number)])
-                return
-        raise ResponseNotFound(f"item {item_id} does not exist in conversation {conversation_id}")
-
-
-_ITEM = TypeAdapter(dict[str, Any])
+            await release_session(self._gateway, response.session_id, tenant)
 
 
 def message_of(item: dict[str, Any]) -> dict[str, str]:
     """An item as the chat template takes it."""
     return {"role": item["role"], "content": "".join(part["text"] for part in item["content"])}
-
-
-def item_objects(conversation_id: str, first: int, items: list[dict[str, Any]]) -> dict[str, bytes]:
-    """Items of a conversation, numbered from ``first`` on, as the journal keeps them."""
-    return {_item_key(conversation_id, number): _ITEM.dump_json(item) for number, item in enumerate(items, first)}
-
-
-def _item_key(conversation_id: str, number: int) -> str:
-    return f"items/{conversation_id}/{number:012d}"
 
 
 def _output_item(response: StoredResponse) -> dict[str, Any]:

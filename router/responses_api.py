@@ -188,13 +188,13 @@ def responses_routes(gateway: Gateway) -> APIRouter:
     # ---- conversations ------------------------------------------------------------------------------
 
     async def conversation_json(http: Request, conversation_id: str) -> dict[str, Any]:
-        found = await responses.conversation(conversation_id, tenant(http))
+        found = await responses.conversations.get(conversation_id, tenant(http))
         return found.model_dump() | {"object": "conversation"}
 
     @routes.post("/v1/conversations")
     async def create_conversation(http: Request, body: ConversationRequest) -> dict[str, Any]:
         items = [item.stored() for item in body.items or []]
-        made = await responses.create_conversation(tenant(http), body.metadata or {}, items)
+        made = await responses.conversations.create(tenant(http), body.metadata or {}, items)
         return await conversation_json(http, made)
 
     @routes.get("/v1/conversations/{conversation_id}")
@@ -203,38 +203,38 @@ def responses_routes(gateway: Gateway) -> APIRouter:
 
     @routes.post("/v1/conversations/{conversation_id}")
     async def update_conversation(http: Request, conversation_id: str, body: MetadataRequest) -> dict[str, Any]:
-        conversation = await responses.conversation(conversation_id, tenant(http))
+        conversation = await responses.conversations.get(conversation_id, tenant(http))
         conversation.metadata = body.metadata
-        await responses.update_conversation(conversation, tenant(http))
+        await responses.conversations.update(conversation, tenant(http))
         return await conversation_json(http, conversation_id)
 
     @routes.delete("/v1/conversations/{conversation_id}")
     async def delete_conversation(http: Request, conversation_id: str) -> dict[str, Any]:
-        await responses.delete_conversation(conversation_id, tenant(http))
+        await responses.conversations.delete(conversation_id, tenant(http))
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @routes.get("/v1/conversations/{conversation_id}/items")
     async def list_items(
         http: Request, conversation_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str = ""
     ) -> dict[str, Any]:
-        await responses.conversation(conversation_id, tenant(http))
-        items = [item for _, item in await responses.items(conversation_id, tenant(http))]
+        await responses.conversations.get(conversation_id, tenant(http))
+        items = [item for _, item in await responses.conversations.items(conversation_id, tenant(http))]
         return _page(items, limit, order, after)
 
     @routes.post("/v1/conversations/{conversation_id}/items")
     async def add_items(http: Request, conversation_id: str, body: ItemsRequest) -> dict[str, Any]:
-        await responses.conversation(conversation_id, tenant(http))
+        await responses.conversations.get(conversation_id, tenant(http))
         items = [item.stored() for item in body.items]
-        await responses.add_items(conversation_id, tenant(http), items)
+        await responses.conversations.add_items(conversation_id, tenant(http), items)
         return _page(items, MAX_ITEMS, "asc", "")
 
     @routes.get("/v1/conversations/{conversation_id}/items/{item_id}")
     async def get_item(http: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
-        return await responses.item(conversation_id, tenant(http), item_id)
+        return await responses.conversations.item(conversation_id, tenant(http), item_id)
 
     @routes.delete("/v1/conversations/{conversation_id}/items/{item_id}")
     async def delete_item(http: Request, conversation_id: str, item_id: str) -> dict[str, Any]:
-        await responses.delete_item(conversation_id, tenant(http), item_id)
+        await responses.conversations.delete_item(conversation_id, tenant(http), item_id)
         return await conversation_json(http, conversation_id)
 
     return routes

@@ -6,9 +6,7 @@ Writes are group-committed: what arrives while one transaction is being committe
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
-import sqlite3
 import threading
 import time
 import uuid
@@ -38,52 +36,11 @@ from router.journal import (
     SessionRecord,
     TurnRecord,
 )
-from router.sqlite_log import torn_frames
+from router.sqlite_file import open_file
 
-log = logging.getLogger("holdfast.router")
 T = TypeVar("T")
 MAX_GROUP = 512
 """Writes in one transaction: bounds how long the first of them waits for the last."""
-LOCK_TIMEOUT_S = 5.0
-"""How long a write waits for other routers' transactions, each of some milliseconds."""
-MAX_FAULTS_TOLD = 3
-SCHEMA_VERSION = 3
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (
-    session_id TEXT PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    worker TEXT NOT NULL DEFAULT '',
-    epoch INTEGER NOT NULL DEFAULT 0,
-    num_turns INTEGER NOT NULL DEFAULT 0,
-    released REAL NOT NULL DEFAULT 0,  -- when; 0: it is not
-    turn_id TEXT NOT NULL DEFAULT '',
-    turn_keep_len INTEGER NOT NULL DEFAULT 0,
-    turn_prompt_len INTEGER NOT NULL DEFAULT 0,
-    turn_request BLOB NOT NULL DEFAULT x'',
-    last_turn_id TEXT NOT NULL DEFAULT '',
-    last_prompt_len INTEGER NOT NULL DEFAULT 0,
-    last_finish TEXT NOT NULL DEFAULT '',
-    router TEXT NOT NULL DEFAULT ''
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS open_sessions ON sessions (tenant) WHERE NOT released;
-CREATE INDEX IF NOT EXISTS tombstones ON sessions (released) WHERE released;
--- Leases, in seconds of this machine's clock.
-CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
--- The session as of its last good turn, and what its running turn adds after turn_keep_len. They
--- become one when the turn completes; an aborted turn is simply forgotten.
-CREATE TABLE IF NOT EXISTS tokens (
-    session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
-    PRIMARY KEY (session_id, start)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS objects (
-    tenant TEXT NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, PRIMARY KEY (tenant, key)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS turn_tokens (
-    session_id TEXT NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL,
-    PRIMARY KEY (session_id, start)
-) WITHOUT ROWID;
-"""
 
 
 class SqliteJournal:
@@ -99,9 +56,6 @@ class SqliteJournal:
     ) -> None:
         if durability not in ("process", "power"):
             raise ConfigError(f"journal_durability: {durability!r} is not one of process, power")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._sync = {"process": "NORMAL", "power": "FULL"}[durability]
-        self._path = path
         self.router = uuid.uuid4().hex
         self._lease_s = lease_s
         self._max_sessions = max_sessions
@@ -112,33 +66,9 @@ class SqliteJournal:
         self._queue = queue.SimpleQueue()
         self.num_commits = 0
         self.num_writes = 0
-        self._db = self._connect()
+        self._db = open_file(path, {"process": "NORMAL", "power": "FULL"}[durability])
         self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
         self._thread.start()
-
-    def _connect(self) -> sqlite3.Connection:
-        torn = torn_frames(Path(f"{self._path}-wal"))
-        if torn:
-            log.warning(
-                "journal %s: %d pages past its last whole commit, of one that was never finished", self._path, torn
-            )
-        try:
-            db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=LOCK_TIMEOUT_S)
-            db.execute("PRAGMA journal_mode=WAL")
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version != SCHEMA_VERSION and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ConfigError(f"journal_path: {self._path} is of another version of Holdfast; name a new file")
-            # A log that was torn is cut to its last whole commit by SQLite; a damaged file is nobody's to mend.
-            faults = [row[0] for row in db.execute(f"PRAGMA quick_check({MAX_FAULTS_TOLD})")]
-            if faults != ["ok"]:
-                raise ConfigError(f"journal_path: {self._path} is damaged; restore it, or name a new file: {faults}")
-            db.execute(f"PRAGMA synchronous={self._sync}")
-            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise ConfigError(f"journal_path: {self._path} is damaged: {error}") from None
-            raise JournalUnavailable(f"journal {self._path}: {error}") from error
-        return db
 
     async def start(self) -> None:
         await self._call(self._beat)

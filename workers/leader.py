@@ -14,12 +14,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
-
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from holdfast.errors import HoldfastError, InvalidRequest, StaleEpoch
 from holdfast.tokens import pack_tokens
@@ -30,10 +26,11 @@ from workers.config import EngineConfig
 from workers.handover import Handovers
 from workers.kv import Outcome
 from workers.kv.prefix import common_prefix_len
+from workers.messages import Submission, TurnUpdate
 from workers.rank import Batch, Rank, StepResult
-from workers.sampler import TokenLogprobs
-from workers.scheduling import Finish, SamplingParams, Scheduler, SchedulerLimits, Turn, Work
+from workers.scheduling import Finish, Scheduler, SchedulerLimits, Turn, Work
 from workers.step_log import Acks, LogWriter, RecordedCache, audit_message
+from workers.stop_strings import StopStrings
 
 T = TypeVar("T")
 PREFILL_TOKENS = 128
@@ -41,57 +38,6 @@ PREFILL_TOKENS = 128
 IDLE_WAIT_S = 0.5
 MAX_EPOCHS = 65_536
 """Sessions whose epoch is remembered. The journal fences all the same; this only refuses sooner."""
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A turn as a router sends it: the whole input, or what comes after a prefix that is here already."""
-
-    turn_id: str
-    session_id: str
-    tenant: str
-    epoch: int
-    tokens: array[int]
-    """Everything, or, with ``prefix_len``, what follows the session's first ``prefix_len`` tokens."""
-    prompt_len: int
-    params: SamplingParams
-    ephemeral: bool = False
-    prefix_len: int = 0
-    prefix_crc: int = 0
-    """CRC-32 of those tokens as the router knows them."""
-
-
-@dataclass(slots=True)
-class TurnUpdate:
-    """News of one turn from one step. The last one has ``finish``, ``error`` or ``needs_history``."""
-
-    turn_id: str
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    input_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached_len: int | None = None
-    finish: Finish | None = None
-    error: HoldfastError | None = None
-    needs_history: bool = False
-    """The prefix is not here (any more): submit again with all tokens."""
-
-
-@dataclass(slots=True)
-class _StopText:
-    """Looks for stop strings in a turn's output, across token borders."""
-
-    stream: DecodeStream
-    longest: int
-    tail: str = ""
-
-    def push(self, tokenizer: Tokenizer, token: int, stops: tuple[str, ...]) -> str | None:
-        piece = self.stream.step(tokenizer, token)
-        if not piece:
-            return None
-        text = self.tail + piece
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        self.tail = text[-(self.longest - 1) :] if self.longest > 1 else ""
-        return min(found)[1] if found else None
 
 
 class Leader:
@@ -133,9 +79,7 @@ class Leader:
         self._emit = emit
         self._on_crash = on_crash
         self._eos = frozenset(self.rank.model_config.eos_token_ids)
-        self._tokenizer_path = config.model / "tokenizer.json"
-        self._tokenizer: Tokenizer | None = None
-        self._stop_texts: dict[str, _StopText] = {}
+        self._stop_strings = StopStrings(config.model / "tokenizer.json")
         self._epochs: dict[str, int] = {}
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
@@ -400,28 +344,7 @@ class Leader:
 
     def _over(self, turn: Turn) -> Finish | None:
         """Whether the turn's last token ends it."""
-        return turn.finish_by_token(turn.tokens[-1], self._eos, self.scheduler.max_len) or self._stop_string(turn)
-
-    def _stop_string(self, turn: Turn) -> Finish | None:
-        stops = turn.params.stop
-        if not stops:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_path))
-        state = self._stop_texts.get(turn.turn_id)
-        if state is None:
-            # After a replay the output so far comes first: a match may begin in it.
-            state = _StopText(DecodeStream(skip_special_tokens=True), max(map(len, stops)))
-            self._stop_texts[turn.turn_id] = state
-            fresh = turn.tokens[turn.prompt_len :]
-        else:
-            fresh = turn.tokens[-1:]
-        matched = None
-        for token in fresh:
-            matched = state.push(self._tokenizer, token, stops)
-        if matched is not None and turn.num_output > turn.params.min_tokens:
-            return Finish("stop", matched)
-        return None
+        return turn.finish_by_token(turn.tokens[-1], self._eos, self.scheduler.max_len) or self._stop_strings.look(turn)
 
     # ---- commands, in the loop's thread -----------------------------------------------------------
 
@@ -498,7 +421,7 @@ class Leader:
             update.finish = reason
             self.counters[f"finished_{reason.reason}"] += 1
         self.scheduler.finish(turn, outcome)
-        self._stop_texts.pop(turn.turn_id, None)
+        self._stop_strings.forget(turn)
         for waiting in self._after_turn.pop(turn.session_id, []):
             waiting()
 

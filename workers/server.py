@@ -24,7 +24,8 @@ from holdfast.worker_metrics import WorkerCollector
 from workers.collectives import Collectives
 from workers.config import EngineConfig
 from workers.handover_rpc import Importer, KVServer, hold_for_reader
-from workers.leader import Leader, Submission, TurnUpdate
+from workers.leader import Leader
+from workers.messages import Submission, TurnUpdate
 from workers.rank_links import RankLinks
 from workers.sampler import TokenLogprobs
 from workers.scheduling import SamplingParams

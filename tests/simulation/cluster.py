@@ -38,7 +38,8 @@ from router.config import RouterConfig
 from router.gateway import Gateway
 from router.grpc_api import SessionServer
 from router.metrics import Metrics
-from router.sqlite_journal import SCHEMA, SqliteJournal, _answer
+from router.sqlite_file import SCHEMA
+from router.sqlite_journal import SqliteJournal, _answer
 from router.workers import WorkerAddress
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank

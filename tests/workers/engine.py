@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from workers.config import EngineConfig
 from workers.kv.sessions import new_tokens
-from workers.leader import Leader, Submission, TurnUpdate
+from workers.leader import Leader
+from workers.messages import Submission, TurnUpdate
 from workers.scheduling import SamplingParams
 
 SMALL = EngineConfig(max_total_tokens=2048, max_running_requests=8, max_sessions=32, num_threads=2)

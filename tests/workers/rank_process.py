@@ -14,7 +14,7 @@ from array import array
 from workers.collectives import Shard
 from workers.config import EngineConfig
 from workers.group import Seat, join_store, open_store, start_rank
-from workers.leader import Submission
+from workers.messages import Submission
 from workers.scheduling import SamplingParams
 from workers.server import WorkerServer
 

@@ -1,0 +1,64 @@
+"""Stop strings: found in a turn's text, also across the borders of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from workers.scheduling import Finish, Turn
+
+
+@dataclass(slots=True)
+class _StopText:
+    """Looks for stop strings in a turn's output, across token borders."""
+
+    stream: DecodeStream
+    longest: int
+    tail: str = ""
+
+    def push(self, tokenizer: Tokenizer, token: int, stops: tuple[str, ...]) -> str | None:
+        piece = self.stream.step(tokenizer, token)
+        if not piece:
+            return None
+        text = self.tail + piece
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        self.tail = text[-(self.longest - 1) :] if self.longest > 1 else ""
+        return min(found)[1] if found else None
+
+
+class StopStrings:
+    """Those of all live turns. The tokenizer is read when the first turn asks for any."""
+
+    def __init__(self, tokenizer_path: Path) -> None:
+        self._path = tokenizer_path
+        self._tokenizer: Tokenizer | None = None
+        self._texts: dict[str, _StopText] = {}
+
+    def look(self, turn: Turn) -> Finish | None:
+        """Whether the turn's last token completes one of its stop strings."""
+        stops = turn.params.stop
+        if not stops:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self._path))
+        state = self._texts.get(turn.turn_id)
+        if state is None:
+            # After a replay the output so far comes first: a match may begin in it.
+            state = _StopText(DecodeStream(skip_special_tokens=True), max(map(len, stops)))
+            self._texts[turn.turn_id] = state
+            fresh = turn.tokens[turn.prompt_len :]
+        else:
+            fresh = turn.tokens[-1:]
+        matched = None
+        for token in fresh:
+            matched = state.push(self._tokenizer, token, stops)
+        if matched is not None and turn.num_output > turn.params.min_tokens:
+            return Finish("stop", matched)
+        return None
+
+    def forget(self, turn: Turn) -> None:
+        """The turn has ended."""
+        self._texts.pop(turn.turn_id, None)
