@@ -26,7 +26,7 @@ def workers_on(workers: list[dict[str, Any]], node: str) -> list[str]:
 
     def is_on(place: str) -> bool:
         address, _, node_id = place.partition("/")
-        return address == node or (node_id != "" and node.startswith(node_id))
+        return bool(place) and (address == node or (node_id != "" and node.startswith(node_id)))
 
     return [worker["worker_id"] for worker in workers if any(is_on(rank["node"]) for rank in worker["ranks"])]
 

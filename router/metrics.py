@@ -26,6 +26,13 @@ class Metrics:
         self.rejected = Counter("holdfast_rejected_turns", "Turns refused with 429", registry=r)
         self.resumed = Counter("holdfast_resumed_turns", "Turns of lost routers that went on here", registry=r)
         self.failovers = Counter("holdfast_failovers", "Live turns moved off a lost worker", registry=r)
+        self.handovers = Counter(
+            "holdfast_handovers",
+            "Idle sessions that were to move: moved with their KV, or left",
+            ["outcome"],
+            registry=r,
+        )
+        self.handover_bytes = Counter("holdfast_handover_bytes", "KV that moved with sessions, all ranks", registry=r)
         self.failover = Histogram(
             "holdfast_failover_seconds",
             "Stages of a failover: place (choose and journal the new pin), first_token (submit to next token)",

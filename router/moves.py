@@ -97,8 +97,11 @@ class Moves:
         except HoldfastError as error:
             log.info("session %s does not move to %s: %s", session_id, target.name, error.message)
             moved.sessions_left += 1
+            self._gateway.metrics.handovers.labels("left").inc()
             self._gateway.control.sweep(target)
             return
+        self._gateway.metrics.handovers.labels("moved").inc()
+        self._gateway.metrics.handover_bytes.inc(taken.bytes)
         moved.sessions_moved += 1
         moved.pages += taken.pages
         moved.bytes += taken.bytes

@@ -76,6 +76,8 @@ async def test_a_drained_worker_s_sessions_take_their_kv_along(tmp_path: Path, t
     async with two_workers(tmp_path, ["a", "b", "c"], tp=tp, engine=engine) as (cluster, stub, expected):
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
             answer = (await http.post("/holdfast/workers/w0/drain", params={"timeout_s": 5})).json()
+            metrics = (await http.get("/metrics")).text
+            assert 'holdfast_handovers_total{outcome="moved"} 3.0' in metrics
         assert (answer["sessions_moved"], answer["sessions_left"], answer["turns_moved"]) == (3, 0, 0), answer
         page_bytes = cluster.workers["w1"]._leader.rank.kv.page_bytes
         assert answer["bytes"] == answer["pages"] * page_bytes * tp
