@@ -9,9 +9,11 @@ import argparse
 import asyncio
 import json
 import tempfile
+from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
@@ -19,6 +21,7 @@ from cluster.chaos import Chaos
 from cluster.chaos_faults import Fault
 from cluster.config import Config
 from cluster.supervisor import NAMESPACE, Cluster
+from tests.cluster.served import HOLDFAST
 from tests.redis_server import RedisServer
 
 REDIS_DOWN_S = 1.0
@@ -29,7 +32,7 @@ async def play(folder: Path, num_faults: int, seed: int) -> dict[str, Any]:
     """Two workers of two ranks, each on a node of its own, two routers, Redis. The report."""
     redis = RedisServer(folder / "redis", "--appendonly", "yes", "--appendfsync", "always")
     nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    homes = [nodes.add_node(num_cpus=RANKS_A_NODE) for _ in range(2)]
+    homes = [await start_node(nodes.address) for _ in range(2)]
 
     async def kill_redis() -> None:
         redis.kill()
@@ -37,9 +40,8 @@ async def play(folder: Path, num_faults: int, seed: int) -> dict[str, Any]:
         await asyncio.to_thread(redis.start)
 
     async def kill_node() -> None:
-        home = homes.pop(0)
-        await asyncio.to_thread(nodes.remove_node, home, False)
-        homes.append(await asyncio.to_thread(nodes.add_node, num_cpus=RANKS_A_NODE))
+        await kill_all(homes.pop(0))
+        homes.append(await start_node(nodes.address))
 
     others: list[Fault] = [("kill -9 of Redis", kill_redis), ("kill -9 of a node: raylet and all", kill_node)]
     config = Config(port=0, grpc_port=0, device="cpu", workers=2, tp=2, routers=2, address=nodes.address)
@@ -52,8 +54,22 @@ async def play(folder: Path, num_faults: int, seed: int) -> dict[str, Any]:
     finally:
         await cluster.stop()
         ray.shutdown()
+        for home in homes:
+            await kill_all(home)
         nodes.shutdown()
         redis.kill()
+
+
+async def start_node(address: str) -> Process:
+    command = [*HOLDFAST, "join", address, "--num-cpus", str(RANKS_A_NODE)]
+    return await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL)
+
+
+async def kill_all(node: Process) -> None:
+    """As when a machine loses power: every process of it, at once."""
+    for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+        process.kill()
+    await node.wait()
 
 
 def main() -> None:
