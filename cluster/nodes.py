@@ -62,7 +62,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     # Ray takes no more work here then, and waits for what runs: that is drained, and starts elsewhere.
-    ranks = [child for child in children if child.is_running() and child.name().startswith("ray::")]
+    ranks = [child for child in children if child.is_running() and child.name().startswith("ray::RankActor")]
     for child in ranks:
         child.kill()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,27 +13,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.hosts import ip, why_no_namespaces
+
 LEASE_S, START_S, MARGIN_S = 2.0, 90.0, 6.0
 HOSTS = ("10.213.77.1", "10.213.77.2")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @pytest.fixture
 def spaces() -> Iterator[list[str]]:
     """Two namespaces with a link between them."""
     names = [f"holdfast-{os.getpid()}-{i}" for i in range(2)]
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2, to make network namespaces")
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
     try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.stderr.decode().strip()}")
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
         for name, host in zip(names, HOSTS, strict=True):
             ip("-n", name, "addr", "add", f"{host}/24", "dev", "veth0")
             for device in ("lo", "veth0"):
