@@ -8,6 +8,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+NETNS = Path("/etc/netns")
+"""Where ``ip netns exec`` finds a namespace's own files of /etc."""
 
 
 def ip(*words: str) -> None:
@@ -60,6 +64,9 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
         ip("addr", "add", f"{net}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         for host in made:
+            # No name server can be reached from there: to ask one would take its timeout, each time.
+            (NETNS / host.space).mkdir(parents=True)
+            (NETNS / host.space / "resolv.conf").write_text("nameserver 127.0.0.1\n")
             ip("netns", "add", host.space)
             ip("link", "add", host.link, "type", "veth", "peer", "name", "veth0", "netns", host.space)
             ip("link", "set", host.link, "master", bridge, "up")
@@ -71,4 +78,5 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
     finally:
         for host in made:
             subprocess.run(["ip", "netns", "del", host.space], check=False, capture_output=True)
+            shutil.rmtree(NETNS / host.space, ignore_errors=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
