@@ -100,10 +100,16 @@ class Chaos:
         self._stubs: list[session_pb2_grpc.SessionServiceStub] = []
         self._expected: list[list[list[int]]] = []
         self._stopping = False
+        self._ended = False
         self._number = 0
+
+    def end(self) -> None:
+        """No more faults: let the cluster heal, and report what was seen until now."""
+        self._ended = True
 
     async def run(self, num_faults: int) -> Report:
         """Play undisturbed, then under ``num_faults`` faults; heal, and count the pages."""
+        clients: list[asyncio.Task[None]] = []
         try:
             for url in self._urls:
                 router = (await self._http.get(f"{url}/holdfast/router")).raise_for_status().json()
@@ -111,8 +117,10 @@ class Chaos:
                 self._stubs.append(session_pb2_grpc.SessionServiceStub(channel))
             for script in range(SCRIPTS):
                 self._expected.append(await self._play(script, "calm"))
-            clients = [asyncio.create_task(self._client(script)) for script in range(SCRIPTS)]
+            clients += [asyncio.create_task(self._client(script)) for script in range(SCRIPTS)]
             for _ in range(num_faults):
+                if self._ended:
+                    break
                 await asyncio.sleep(self._random.uniform(0.2, 1.5))
                 await self._faults.strike()
             self._stopping = True
@@ -122,6 +130,9 @@ class Chaos:
             # What was seen until then is worth as much as the failure.
             self.report.wrong.append(failure.message)
         finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
             for channel in self._channels.values():
                 await channel.close()
             await self._http.aclose()

@@ -83,7 +83,7 @@ class WorkerGroup:
         ends = [self._end_process(place) for place in places if place.node_id in alive]
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, BaseException):
-                log.error("a process of %s may be left: %s", self.worker_id, result)
+                log.error("a process of %s may be left, its node does not answer: %r", self.worker_id, result)
         if any(place.node_id not in alive for place in places):
             self.remove_placement()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
@@ -112,7 +113,9 @@ async def _play(
     keeper = asyncio.create_task(keep_nodes())
     try:
         await cluster.start()
-        return (await Chaos(cluster.urls, seed, others).run(num_faults)).as_dict()
+        chaos = Chaos(cluster.urls, seed, others)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
+        return (await chaos.run(num_faults)).as_dict()
     finally:
         keeper.cancel()
         await cluster.stop()
