@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -136,26 +138,10 @@ class Client:
         for turn in turns:
             turn.checks = False
         await asyncio.gather(*(self._attempt(turn) for turn in turns))
-        unsure = [turn for turn in turns if not turn.done]
-        for turn in unsure:
-            await self._ask_again(turn)
-        done = [turn for turn in turns if turn.done]
-        for order in (done, done[::-1]):
-            history, right = list(self.history), True
-            for turn in order:
-                history += turn.input
-                right = right and turn.seen == expected_output(history, turn.seed, turn.max_tokens)
-                history += turn.seen
-            if right:
-                self.history = history
-                self.num_turns += len(done)
-                break
-        else:
-            self.cluster.violated(f"L10: {self.name}: racing turns gave {[t.seen for t in turns]}")
         for turn in turns:
-            self.exists |= turn.done
-        if len(done) < 2:
-            await self._settle_any([turn for turn in turns if not turn.done])
+            if not turn.done:
+                await self._ask_again(turn)
+        await self._settle_race(turns)
 
     # ---- how ----------------------------------------------------------------------------------------
 
@@ -267,26 +253,51 @@ class Client:
         elif length != len(self.history):
             self.cluster.violated(f"L10: {self.name} has {length} tokens, not {len(self.history)} or {len(whole)}")
 
-    async def _settle_any(self, turns: list[_Turn]) -> None:
-        length = await self._length()
-        if length is None or length == len(self.history):
+    async def _settle_race(self, turns: list[_Turn]) -> None:
+        """What the session may be now: with all turns that are done, and perhaps with those of which nobody
+        knows any more (only the last can be asked for), in some order."""
+        done = [turn for turn in turns if turn.done]
+        orders = [order for n in range(len(done), len(turns) + 1) for order in itertools.permutations(turns, n)]
+        after = [self._after(order) for order in orders if all(turn in order for turn in done)]
+        histories = [history for history in after if history is not None]
+        if not histories:
+            self.cluster.violated(f"L10: {self.name}: racing turns gave {[t.seen for t in turns]}")
             return
-        for turn in turns:
-            output = expected_output(self.history + turn.input, turn.seed, turn.max_tokens)
-            if length == len(self.history) + len(turn.input) + len(output):
-                # Which of two of the same length it was, the next turn's tokens would tell: ask for a clean start.
-                del self.history[:]
-                await self._ask("FreeTail", session_pb2.FreeTailRequest(session_id=self.name, keep_len=0))
-                return
-        self.cluster.violated(f"L10: {self.name} has {length} tokens after a race")
+        self.num_turns += len(done)
+        self.exists |= bool(done)
+        if len(done) == len(turns):
+            self.history = histories[0]
+            return
+        length = await self._length()
+        self.exists |= length is not None
+        histories = [history for history in histories if len(history) == (length or 0)]
+        if not histories:
+            self.cluster.violated(f"L10: {self.name} has {length} tokens after a race")
+        elif len(histories) == 1:
+            self.history = histories[0]
+        else:
+            # Which of them it is, the next turn's tokens would tell: ask for a clean start.
+            del self.history[:]
+            await self._ask("FreeTail", session_pb2.FreeTailRequest(session_id=self.name, keep_len=0))
+
+    def _after(self, order: Sequence[_Turn]) -> list[int] | None:
+        """The history after these turns, one after another; None: that is not what their clients saw."""
+        history = list(self.history)
+        for turn in order:
+            history += turn.input
+            output = expected_output(history, turn.seed, turn.max_tokens)
+            if turn.seen != output[: len(turn.seen)] or (turn.done and len(turn.seen) < len(output)):
+                return None
+            history += output
+        return history
 
     async def _ask_again(self, turn: _Turn) -> None:
         """Whether a turn that ended in an error is done after all."""
         turn.resumes = True
-        for _ in range(3):
-            if turn.done or not turn.resumes:
-                return
+        deadline = self._now() + PATIENCE_S
+        while turn.resumes and not turn.done and self._now() < deadline:
             await self._attempt(turn)
+            await asyncio.sleep(0.05)
 
     async def _length(self) -> int | None:
         """How many tokens the session has; None if it was never made. Asked until somebody knows."""
