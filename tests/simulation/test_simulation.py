@@ -13,7 +13,7 @@ from tests.simulation.planted import PLANTED, seeds_to_find
 from tests.simulation.run import run_seed
 
 SEEDS = range(200)
-QUICK = 20
+QUICK = 40
 """The planted bugs that are found within so many seeds are looked for at each test run."""
 SLOW = {
     "a router rolls back the turn of another",

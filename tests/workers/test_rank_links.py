@@ -55,7 +55,7 @@ async def test_an_idle_group_lives_on() -> None:
 
 async def test_a_rank_has_one_leader_in_its_life() -> None:
     leader, followers, _ = await start_group("w", 1, ENGINE, 2, print)
-    second = rank_pb2_grpc.RankServiceStub(leader._links._channels[0]).Follow()
+    second = rank_pb2_grpc.RankServiceStub(leader._links._channels[1]).Follow()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await second.read()
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
