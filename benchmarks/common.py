@@ -16,7 +16,7 @@ import ray
 import torch
 
 from cluster.config import Config
-from cluster.supervisor import Cluster, connect
+from cluster.ray_cluster import Cluster, connect
 from workers.config import BUNDLED_MODEL
 
 RESULTS = Path(__file__).parent / "results"

@@ -23,7 +23,7 @@ import grpc
 import httpx
 
 from benchmarks.common import percentile, save, serving
-from cluster.supervisor import Cluster
+from cluster.ray_cluster import Cluster
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.journal import ROUTER_LEASE_S

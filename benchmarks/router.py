@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from benchmarks.common import percentile, save, serving
-from cluster.supervisor import Cluster
+from cluster.ray_cluster import Cluster
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -17,8 +17,8 @@ import httpx
 from holdfast.errors import HoldfastError
 
 HEAL_DEADLINE_S = 120.0
-STOP_S = 4.0
-"""How long a stopped process sleeps: past every lease."""
+STOPS_S = (1.0, 4.0, 8.0)
+"""How long a stopped process sleeps: within its lease, past a rank's, past what a router is given."""
 STOPPED_SHARE = 0.25
 MOMENT_DEADLINE_S = 5.0
 MAX_MOVE_S = 0.03
@@ -68,14 +68,14 @@ class Faults:
             return
         kind, pid = self._random.choice(await self._victims())
         moment = self._random.choice(MOMENTS)
-        how = "SIGSTOP" if kind != "router" and self._random.random() < STOPPED_SHARE else "kill -9"
+        how = "SIGSTOP" if self._random.random() < STOPPED_SHARE else "kill -9"
         await self._wait_for(moment)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
             self.struck.append((time.monotonic(), f"{how} of a {kind}"))
             self.moments[moment] += 1
         if how == "SIGSTOP":
-            await asyncio.sleep(STOP_S)
+            await asyncio.sleep(self._random.choice(STOPS_S))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 

@@ -65,7 +65,7 @@ def serve(config_file: Path | None, **flags: Any) -> None:
 async def _serve(config: Config) -> None:
     import ray
 
-    from cluster.supervisor import Cluster, connect
+    from cluster.ray_cluster import Cluster, connect
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.config import Config
-from cluster.supervisor import Cluster, connect
+from cluster.ray_cluster import Cluster, connect
 from holdfast.v1 import session_pb2, session_pb2_grpc
 
 QUESTIONS = {

@@ -8,22 +8,18 @@ import time
 from typing import Any
 
 import grpc
-import psutil
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors
 from router.workers import WorkerAddress
 from workers.actor import RankActor, RankPlace
 from workers.config import EngineConfig
 
 log = logging.getLogger("holdfast.cluster")
 PROBES_PER_LEASE = 4
-END_GRACE_S = 1.0
-"""Most end when Ray asks them; what is stopped, or stuck, does not."""
-END_TIMEOUT_S = 10.0
 
 
 class WorkerGroup:
@@ -32,7 +28,7 @@ class WorkerGroup:
     def __init__(
         self, worker_id: str, size: int, config: EngineConfig, *, use_gpu: bool, strategy: str, host: str | None
     ) -> None:
-        self.worker_id = worker_id
+        self.name = worker_id
         self.size = size
         self.address: WorkerAddress | None = None
         """Of the incarnation that serves now."""
@@ -45,7 +41,11 @@ class WorkerGroup:
         self._places: list[RankPlace] = []
 
     async def start(self) -> None:
-        """Start a new incarnation; returns when it serves. Raises RayError."""
+        """Start a new incarnation; returns when it serves. Raises HoldfastError."""
+        with ray_errors():
+            await self._start()
+
+    async def _start(self) -> None:
         if self._placement is None:
             self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy)
         await self._placement.ready()
@@ -56,18 +56,12 @@ class WorkerGroup:
         self._places = await asyncio.gather(*(actor.place.remote() for actor in self._actors))
         store = await self._actors[0].open_store.remote() if self.size > 1 else None
         leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
-        self.address = WorkerAddress(self.worker_id, incarnation, leader, self._config.max_running_requests)
+        self.address = WorkerAddress(self.name, incarnation, leader, self._config.max_running_requests)
 
     async def broken(self) -> str:
         """Returns, with the reason, when a rank has died or the leader does not answer within the lease."""
-        waits = [asyncio.ensure_future(self._death_of(rank)) for rank in range(self.size)]
-        waits.append(asyncio.ensure_future(self._silence()))
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
+        deaths = [death_of(actor, f"rank {rank}") for rank, actor in enumerate(self._actors)]
+        return await first_of(*deaths, self._silence())
 
     async def end(self) -> None:
         """End every process of this incarnation, whatever state it is in; returns when they are gone.
@@ -83,7 +77,7 @@ class WorkerGroup:
         ends = [self._end_process(place) for place in places if place.node_id in alive]
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, BaseException):
-                log.error("a process of %s may be left, its node does not answer: %r", self.worker_id, result)
+                log.error("a process of %s may be left, its node does not answer: %r", self.name, result)
         if any(place.node_id not in alive for place in places):
             self.remove_placement()
 
@@ -105,19 +99,12 @@ class WorkerGroup:
 
     def _actor(self, rank: int, incarnation: int) -> Any:
         return RankActor.options(  # type: ignore[attr-defined]
-            name=f"{self.worker_id}-{incarnation}-{rank}",
+            name=f"{self.name}-{incarnation}-{rank}",
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._config.num_threads)}},
-        ).remote(self.worker_id, incarnation, rank, self.size, self._config, self._host)
-
-    async def _death_of(self, rank: int) -> str:
-        try:
-            await self._actors[rank].wait.remote()
-        except RayError:
-            return f"rank {rank} died"
-        return f"rank {rank} ended"
+        ).remote(self.name, incarnation, rank, self.size, self._config, self._host)
 
     async def _silence(self) -> str:
         """A process that is stopped does not die: only its silence tells."""
@@ -139,18 +126,3 @@ class WorkerGroup:
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
         await asyncio.wait_for(task.remote(place.pid, place.created), END_TIMEOUT_S)
-
-
-def end_process(pid: int, created: float) -> None:
-    """Wait until a process of this node is gone, or kill it; nothing happens if it is another by now."""
-    try:
-        process = psutil.Process(pid)
-        if process.create_time() != created:
-            return
-        try:
-            process.wait(END_GRACE_S)
-        except psutil.TimeoutExpired:
-            process.kill()
-            process.wait(END_TIMEOUT_S)
-    except psutil.NoSuchProcess:
-        pass

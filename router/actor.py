@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
+import psutil
 import ray
 
 from router.config import RouterConfig
@@ -29,6 +31,10 @@ class RouterActor:
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         await self._server.set_workers(workers)
+
+    async def process(self) -> tuple[int, float]:
+        """The pid, and when it was created: a pid alone could be another's by now."""
+        return os.getpid(), psutil.Process().create_time()
 
     async def ready_workers(self) -> list[str]:
         """The workers that this router reaches."""

@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from cluster.chaos import Chaos
 from cluster.chaos_faults import Fault
 from cluster.config import Config
-from cluster.supervisor import NAMESPACE, Cluster
+from cluster.ray_cluster import NAMESPACE, Cluster
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
 from tests.redis_server import RedisServer

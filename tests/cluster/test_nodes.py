@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from ray.exceptions import RayActorError
 
 from cluster.config import Config
-from cluster.supervisor import NAMESPACE, Cluster, connect
+from cluster.ray_cluster import NAMESPACE, Cluster, connect
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.waiting import until
@@ -54,7 +54,7 @@ async def tokens_of(
 
 async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, session: str) -> Any:
     pin = (await stub.Get(pb.GetRequest(session_id=session))).worker_id
-    return next(worker for worker in cluster._workers if worker.worker_id == pin)
+    return next(worker for worker in cluster.workers if worker.name == pin)
 
 
 async def serving_again(cluster: Cluster, worker: Any, before: Any) -> None:
@@ -139,9 +139,9 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
         ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
         async with running(settings) as (cluster, stub):
             calm = await tokens_of(stub, "calm")
-            homes = {w.worker_id: {place.node_id for place in w._places} for w in cluster._workers}
+            homes = {w.name: {place.node_id for place in w._places} for w in cluster.workers}
             assert all(len(home) == 1 for home in homes.values()), "STRICT_PACK: a worker's ranks on one node"
-            victim = next(w for w in cluster._workers if homes[w.worker_id] == {first.node_id})
+            victim = next(w for w in cluster.workers if homes[w.name] == {first.node_id})
             before = victim.address
             lost = asyncio.to_thread(nodes.remove_node, first, False)
             storms = [f"storm-{i}" for i in range(3)]
@@ -157,7 +157,7 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
         spread = config(tmp_path / "spread", workers=1, tp=2, tp_placement="SPREAD", address=nodes.address)
         spread.journal_path.parent.mkdir()
         async with running(spread) as (cluster, stub):
-            assert len({place.node_id for place in cluster._workers[0]._places}) == 2
+            assert len({place.node_id for place in cluster.workers[0]._places}) == 2
             assert await tokens_of(stub, "over nodes") == calm
     finally:
         nodes.shutdown()

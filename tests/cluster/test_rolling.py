@@ -14,7 +14,7 @@ import ray
 from openai import AsyncOpenAI
 from ray.cluster_utils import Cluster as RayCluster
 
-from cluster.supervisor import NAMESPACE
+from cluster.ray_cluster import NAMESPACE
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.cluster.served import HOLDFAST, serving, stream
@@ -79,7 +79,7 @@ async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path)
         await until(lambda: ray.cluster_resources().get("CPU") == 2, 60, "the node to join")
         async with running(settings) as (cluster, stub):
             calm = await tokens_of(stub, "calm")
-            victim = next(w for w in cluster._workers if w._places[0].node_id != head)
+            victim = next(w for w in cluster.workers if w._places[0].node_id != head)
             before = victim.address
             # At once, for one after another they would go where their prompt is cached.
             assert await asyncio.gather(*(tokens_of(stub, s) for s in SESSIONS)) == [calm] * len(SESSIONS)

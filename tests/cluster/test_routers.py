@@ -66,3 +66,18 @@ async def test_a_router_dies_and_its_sessions_go_on_at_the_other(served: Served)
         assert await stream(one, "other", prompt="Return the", num_tokens=12) == whole
         assert len(await stream(one, "s", num_tokens=12)) > 0
     assert all(report["ok"] for report in served.ask("audit"))
+
+
+async def test_a_stopped_router_holds_up_nobody_and_is_replaced(served: Served) -> None:
+    first, second = served.urls
+    async with AsyncOpenAI(base_url=f"{first}/v1", api_key="none", max_retries=0) as client:
+        text = await stream(client, "before", prompt="Return the", num_tokens=12)
+        stopped = router_of(served, second)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        # The only worker dies meanwhile: its next incarnation must not wait for that router to hear of it.
+        os.kill(served.workers()[0]["pid"], signal.SIGKILL)
+        assert await stream(client, "after", prompt="Return the", num_tokens=12) == text
+        await until(lambda: not stopped.is_running(), 20, "the stopped router to be ended")
+        await until(lambda: healthy(second), START_DEADLINE_S, "another to serve in its place")
+    async with AsyncOpenAI(base_url=f"{second}/v1", api_key="none", max_retries=0) as client:
+        assert await stream(client, "at the new one", prompt="Return the", num_tokens=12) == text

@@ -1,7 +1,7 @@
 """A cluster of simulated processes that run Holdfast's own code: routers, leaders, followers.
 
 Replaced are only the edges: gRPC (``network``), threads, the clock, randomness, the disk under SQLite,
-the model (``model``), and Ray, whose part a simulated supervisor plays.
+the model (``model``), and Ray (``places``).
 """
 
 from __future__ import annotations
@@ -32,25 +32,19 @@ import workers.handover_rpc
 import workers.leader
 import workers.rank_server
 import workers.server
+from cluster.supervisor import Supervisor
 from holdfast.errors import JournalUnavailable
-from holdfast.v1 import session_pb2_grpc
 from router.config import RouterConfig
-from router.gateway import Gateway
-from router.grpc_api import SessionServer
-from router.metrics import Metrics
 from router.sqlite_file import SCHEMA
 from router.sqlite_journal import SqliteJournal, _answer
-from router.workers import WorkerAddress
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
-from tests.simulation.network import Network
-from workers.collectives import Shard
+from tests.simulation.network import NOBODY, Network
+from tests.simulation.places import POLL_S, ROUTER_PORTS, Router, Worker
 from workers.config import EngineConfig
 from workers.follower import Follower
 from workers.leader import IDLE_WAIT_S, Leader
 from workers.rank_links import RankLinks
-from workers.rank_server import RankServer
-from workers.server import WorkerServer
 
 ENGINE = EngineConfig(
     page_size=4,
@@ -70,9 +64,7 @@ ROUTER = RouterConfig(
     token_timeout_s=15.0,
     control_timeout_s=4.0,
 )
-SUPERVISOR_POLL_S = 0.05
 STEPS_S = ((0.005, 0.02), (0.1, 0.4))
-ROUTER_PORTS = (1001, 1002)
 
 
 @dataclass
@@ -215,50 +207,18 @@ class SimulatedFollower(Follower):
             self._on_crash(error)
 
 
-class _Codec:
-    """Tokens are their own text."""
-
-    def stream(self, stops: Any) -> Any:
-        return SimpleNamespace(push=lambda tokens: "", finish=lambda matched: "")
-
-    def decode(self, tokens: Any) -> str:
-        return ""
-
-
-class Router:
-    """One router's place: its port, and the process that fills it now."""
-
-    def __init__(self, index: int) -> None:
-        self.index, self.host = index, f"router{index}"
-        self.address = f"{self.host}:{ROUTER_PORTS[index]}"
-        self.incarnation = 0
-        self.process: Process
-        self.gateway: Gateway | None = None
-
-
-class Worker:
-    """One worker's place, and the processes of its ranks."""
-
-    def __init__(self, index: int, size: int) -> None:
-        self.worker_id, self.host, self.size = f"w{index}", f"worker{index}", size
-        self.incarnation = 0
-        self.ranks: list[Process] = []
-        self.leader: WorkerServer | None = None
-        self.followers: list[RankServer] = []
-        self.address: WorkerAddress | None = None
-
-
 class Cluster:
-    """Routers, workers, their journal, and the supervisor that starts what died."""
+    """Routers, workers, their journal, and the supervisor of all."""
 
     def __init__(self, loop: SimulatedLoop, rng: random.Random, tp: int, trace: Callable[[str], None]) -> None:
         self.loop, self.rng, self.trace = loop, rng, trace
         self.network = Network(rng)
         self.disk = Disk(rng)
         self.disk.db.executescript(SCHEMA)
-        self.routers = [Router(i) for i in range(len(ROUTER_PORTS))]
-        self.workers = [Worker(i, tp) for i in range(2)]
-        self.supervisor = Process("supervisor", "supervisor")
+        self.engine_config, self.router_config = ENGINE, ROUTER
+        self.routers = [Router(self, i) for i in range(len(ROUTER_PORTS))]
+        self.workers = [Worker(self, i, tp) for i in range(2)]
+        self.supervisor: Process
         self.owners: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.sessions_moved = 0
@@ -268,129 +228,58 @@ class Cluster:
         self.violations.append(what)
 
     async def start(self) -> None:
-        await asyncio.gather(*(self.start_router(place) for place in self.routers))
-        await asyncio.gather(*(self.start_worker(worker) for worker in self.workers))
-        self._announce()
-        for place in self.routers:
-            self.supervisor.spawn(self._keep_router(place))
-        for worker in self.workers:
-            self.supervisor.spawn(self._keep_worker(worker))
+        """Start everything, as often as it takes."""
+        while True:
+            self.supervisor = process = Process("supervisor", "supervisor")
+            supervisor = Supervisor(self.workers, self.routers, start_timeout_s=20.0, rebalance_per_s=2.0)
+            started = process.spawn(supervisor.start())
+            while process.alive and not started.done():
+                await asyncio.sleep(POLL_S)
+            if not process.alive or not started.exception():
+                return
+            self.trace(f"the cluster does not start: {started.exception()}")
+            self.kill_all()
+
+    def restart(self) -> None:
+        """All is killed, as in a power cut, and started again over the same journal."""
+        self.kill_all()
+        self.loop.create_task(self.start(), context=NOBODY.copy())
 
     # ---- processes ----------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        return [r.process for r in self.routers] + [rank for w in self.workers for rank in w.ranks]
+        return [r.process for r in self.routers if r.incarnation] + [rank for w in self.workers for rank in w.ranks]
 
     def kill(self, process: Process) -> None:
         if process.alive:
             self.trace(f"{process.name} is killed")
             self.network.kill(process)
 
-    async def start_router(self, place: Router) -> None:
-        place.incarnation += 1
-        place.gateway = None
-        skew_s = self.rng.uniform(-2.0, 2.0) if self.rng.random() < 0.3 else 0.0
-        place.process = Process(f"router{place.index}#{place.incarnation}", place.host, skew_s)
+    def kill_all(self) -> None:
+        for process in [self.supervisor, *self.processes()]:
+            self.kill(process)
 
-        async def serve() -> None:
-            journal = SimulatedJournal(self.disk, place.process.name, self._wrote)
-            await journal.start()
-            gateway = Gateway(ROUTER, journal, _Codec(), Metrics())  # type: ignore[arg-type]
-            server = self.network.server()
-            session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(gateway), server)
-            await gateway.set_workers(self.addresses())
-            server.add_insecure_port(place.address)
-            place.gateway = gateway
+    # ---- what the supervisor sees -------------------------------------------------------------------
 
-        serving = place.process.spawn(serve())
-        await self._until(lambda: serving.done() or not place.process.alive)
-        if place.gateway is None:
-            self.kill(place.process)  # it could not start: the supervisor tries again
+    def reaches(self, process: Process) -> bool:
+        """Whether the supervisor and a process's host hear each other."""
+        hosts = (self.supervisor.host, process.host)
+        return self.network.is_whole(*hosts) and self.network.is_whole(*reversed(hosts))
 
-    async def start_worker(self, place: Worker) -> None:
-        place.incarnation += 1
-        place.address, place.leader, place.followers = None, None, []
-        name = f"{place.worker_id}@{place.incarnation}"
-        # Each rank has its own host: a worker may span machines.
-        place.ranks = [Process(f"{name}/{rank}", f"{place.host}.{rank}") for rank in range(place.size)]
-        followers: dict[int, str] = {}
-        identity = (place.worker_id, place.incarnation, ENGINE)
+    def journal(self, router: str) -> SimulatedJournal:
+        return SimulatedJournal(self.disk, router, self._wrote)
 
-        async def follow(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
-            server = RankServer(*identity, group, "", on_lost)
-            followers[rank] = await server.start(place.ranks[rank].host)
-            place.followers.append(server)
-
-        async def lead(group: Any, on_lost: Callable[[str], None]) -> None:
-            server = WorkerServer(*identity, on_lost, group=group)
-            address = await server.start(place.ranks[0].host, lambda: followers)
-            place.leader = server
-            place.address = WorkerAddress(place.worker_id, place.incarnation, address, ENGINE.max_running_requests)
-
-        for rank in reversed(range(place.size)):
-            process = place.ranks[rank]
-
-            def on_lost(reason: str, process: Process = process) -> None:
-                self.trace(f"{process.name} ends: {reason}")
-                self.kill(process)
-
-            group: Any = SimpleNamespace(shard=Shard(rank, place.size))
-            process.spawn(lead(group, on_lost) if rank == 0 else follow(rank, group, on_lost))
-            await self._until(lambda: place.address is not None or len(followers) == place.size - rank)  # noqa: B023
-            if not all(rank.alive for rank in place.ranks):
-                return
-
-    async def _until(self, condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
-        end = self.loop.time() + deadline_s
-        while not condition() and self.loop.time() < end:
-            await asyncio.sleep(0.01)
-
-    # ---- the supervisor -----------------------------------------------------------------------------
-
-    def addresses(self) -> list[WorkerAddress]:
-        return [worker.address for worker in self.workers if worker.address is not None]
-
-    async def _keep_router(self, place: Router) -> None:
-        while True:
-            while place.process.alive:
-                await asyncio.sleep(SUPERVISOR_POLL_S)
-            await asyncio.sleep(self.rng.uniform(0.1, 2.0))
-            await self.start_router(place)
-            self.trace(f"{place.process.name} serves")
-
-    async def _keep_worker(self, place: Worker) -> None:
-        while True:
-            silent_since = None
-            while all(rank.alive for rank in place.ranks):
-                paused = any(rank.paused for rank in place.ranks)
-                silent_since = (silent_since or self.loop.time()) if paused else None
-                if silent_since is not None and self.loop.time() - silent_since > 2.0:
-                    break
-                await asyncio.sleep(SUPERVISOR_POLL_S)
-            place.address = None
-            await asyncio.sleep(self.rng.uniform(0.0, 1.0))
-            self._announce()
-            for rank in place.ranks:
-                self.kill(rank)
-            await asyncio.sleep(self.rng.uniform(0.3, 2.0))
-            await self.start_worker(place)
-            self.trace(f"{place.worker_id}@{place.incarnation} {'serves' if place.address else 'did not start'}")
-            self._announce()
-
-    def _announce(self) -> None:
-        for place in self.routers:
-            if place.gateway is not None and place.process.alive:
-                place.process.spawn(place.gateway.set_workers(self.addresses()))
+    # ---- laws at any time ---------------------------------------------------------------------------
 
     def check_released(self, session_id: str) -> None:
         """Law L9: a release that freed pages freed them on every rank of its worker."""
         pin = self.disk.db.execute("SELECT worker FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         for worker in self.workers:
-            if worker.leader is None or (f"{worker.worker_id}@{worker.incarnation}",) != pin:
+            if worker.leader is None or (f"{worker.name}@{worker.incarnation}",) != pin:
                 continue
             for follower in worker.followers:
                 if session_id in follower.follower.rank.cache.slots:
-                    self.violated(f"L9: {session_id} was released, a rank of {worker.worker_id} still holds it")
+                    self.violated(f"L9: {session_id} was released, a rank of {worker.name} still holds it")
 
     def _wrote(self, router_name: str, session_id: str, epoch: int) -> None:
         """Law L11: under one epoch, one router writes."""

@@ -29,6 +29,7 @@ class Faults:
             (self.network_is_slow, 1),
             (self.drain, 1),
             (self.move, 4),
+            (self.restart, 1),
         ]
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
@@ -67,6 +68,10 @@ class Faults:
     def kill(self) -> None:
         self.cluster.kill(self.rng.choice(self.cluster.processes()))
 
+    def restart(self) -> None:
+        self.cluster.trace("everything is killed, and started again")
+        self.cluster.restart()
+
     def pause(self) -> None:
         process = self.rng.choice([*self.cluster.processes(), self.cluster.supervisor])
         if not process.paused and process.alive:
@@ -83,7 +88,7 @@ class Faults:
     def cut(self) -> None:
         hosts = [router.host for router in self.cluster.routers]
         ranks = [rank.host for worker in self.cluster.workers for rank in worker.ranks]
-        one, other = self.rng.choice(hosts + ranks), self.rng.choice(ranks)
+        one, other = self.rng.choice([*hosts, *ranks, self.cluster.supervisor.host]), self.rng.choice(ranks)
         ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
         for source, target in ways:
             self.cluster.trace(f"nothing gets from {source} to {target}")
@@ -119,12 +124,12 @@ class Faults:
         router = self.rng.choice(self.cluster.routers)
         if router.gateway is None or not router.process.alive or worker.address is None:
             return
-        self.cluster.trace(f"{worker.worker_id} is drained")
+        self.cluster.trace(f"{worker.name} is drained")
         gateway, timeout_s, rank = router.gateway, self.rng.choice((0.0, 1.0)), worker.ranks[0]
 
         async def drain() -> None:
             try:
-                await gateway.moves.drain(worker.worker_id, timeout_s)
+                await gateway.moves.drain(worker.name, timeout_s)
             except Exception as error:
                 self.cluster.trace(f"the drain failed: {error!r}")
             self.cluster.kill(rank)
@@ -144,7 +149,7 @@ class Faults:
             links = {link.address.worker_id: link for link in gateway.alive_links()}
             if len(links) < 2:
                 return
-            gives, takes, moved = links[source.worker_id], links[target.worker_id], Moved()
+            gives, takes, moved = links[source.name], links[target.name], Moved()
             try:
                 for session_id, epoch in await gateway.moves.pins(gives):
                     await gateway.moves.hand_over(session_id, epoch, gives, takes, moved)

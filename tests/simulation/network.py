@@ -58,6 +58,9 @@ class Network:
         """Nothing gets from one host to the other; the other way is another cut."""
         self._cuts.add((source, target))
 
+    def is_whole(self, source: str, target: str) -> bool:
+        return (source, target) not in self._cuts
+
     def heal(self) -> None:
         self._cuts.clear()
         stalled, self._stalled = self._stalled, []

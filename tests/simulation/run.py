@@ -36,12 +36,16 @@ class Result:
 
 
 class _Log(logging.Handler):
-    def __init__(self, trace: Callable[[str], None]) -> None:
+    """What the code says goes to the trace; an error that it did not foresee is a violation."""
+
+    def __init__(self, result: Result, trace: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
-        self._trace = trace
+        self._result, self._trace = result, trace
 
     def emit(self, record: logging.LogRecord) -> None:
         self._trace(f"  {record.getMessage()}")
+        if record.exc_info and record.levelno >= logging.ERROR:
+            self._result.violations.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
 def run_seed(seed: int) -> Result:
@@ -54,7 +58,7 @@ def run_seed(seed: int) -> Result:
     def trace(what: str) -> None:
         result.trace.append(f"{loop.time():9.4f} {what}")
 
-    logger, handler = logging.getLogger("holdfast"), _Log(trace)
+    logger, handler = logging.getLogger("holdfast"), _Log(result, trace)
     logger.addHandler(handler)
     propagates, logger.propagate = logger.propagate, False
     level = logger.level
@@ -82,7 +86,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
             loop.run_until_complete(_play(cluster, rng, result))
         except Stuck as stuck:
             cluster.violated(f"L13: {stuck}")
-    result.violations = cluster.violations
+    result.violations += cluster.violations
     cluster.disk.db.close()
 
 
@@ -162,13 +166,13 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
         if leader is None:
             continue
         if leader._leader.scheduler.turns:
-            cluster.violated(f"L7: {worker.worker_id} still runs {list(leader._leader.scheduler.turns)}")
+            cluster.violated(f"L7: {worker.name} still runs {list(leader._leader.scheduler.turns)}")
         caches = [leader._leader.cache, *(follower.follower.rank.cache for follower in worker.followers)]
         for rank, cache in enumerate(caches):
             report = cache.audit()
             if not report.ok:
-                cluster.violated(f"L1: rank {rank} of {worker.worker_id}: {report}")
+                cluster.violated(f"L1: rank {rank} of {worker.name}: {report}")
             if left := gone & set(cache.slots):
-                cluster.violated(f"L12: rank {rank} of {worker.worker_id} still holds {left}")
+                cluster.violated(f"L12: rank {rank} of {worker.name} still holds {left}")
         if len({cache.digest() for cache in caches}) > 1:
-            cluster.violated(f"L8: the ranks of {worker.worker_id} differ")
+            cluster.violated(f"L8: the ranks of {worker.name} differ")

@@ -1,0 +1,91 @@
+"""One router: its ports, and the Ray actor that serves there, one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.processes import death_of, end_process, first_of, ray_errors
+from router.actor import RouterActor
+from router.config import RouterConfig
+from router.journal import ROUTER_LEASE_S
+from router.workers import WorkerAddress
+
+SILENCE_S = 2 * ROUTER_LEASE_S
+"""Its turns are anybody's after one lease; who has missed two does not come back, or only to be refused."""
+PROBES_PER_SILENCE = 4
+
+
+class RouterProcess:
+    """A place for a router on this node: here are its ports, its journal's file, and who was told of them."""
+
+    def __init__(self, index: int, config: RouterConfig) -> None:
+        self.index = index
+        self.name = f"router {index}"
+        self.config = config
+        self.serves = False
+        self._actor: Any = None
+        self._process: tuple[int, float] | None = None
+
+    async def start(self, workers: list[WorkerAddress]) -> None:
+        name = f"router-{os.getpid()}-{self.index}-{time.time_ns()}"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
+        self._actor = RouterActor.options(**options).remote(self.config)  # type: ignore[attr-defined]
+        with ray_errors():
+            self._process = await self._actor.process.remote()
+            port, grpc_port = await self._actor.start.remote(workers)
+        # The next one serves where clients know this one.
+        self.config = replace(self.config, port=port, grpc_port=grpc_port)
+        self.serves = True
+
+    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+        with ray_errors():
+            await self._actor.set_workers.remote(workers)
+
+    async def ready_workers(self) -> list[str]:
+        with ray_errors():
+            ready: list[str] = await self._actor.ready_workers.remote()
+            return ready
+
+    async def rebalance(self, max_moves: int) -> int:
+        with ray_errors():
+            moved: int = await self._actor.rebalance.remote(max_moves)
+            return moved
+
+    async def broken(self) -> str:
+        """Returns when it died, or has not answered for ``SILENCE_S``: a stopped process does not die."""
+        return await first_of(death_of(self._actor, "it"), self._silence())
+
+    async def end(self) -> None:
+        self.serves = False
+        if self._actor is not None:
+            ray.kill(self._actor)
+        if self._process is not None:
+            process, self._process = self._process, None
+            # Its ports must be free for the next one.
+            await asyncio.to_thread(end_process, *process)
+
+    async def _silence(self) -> str:
+        while True:
+            with contextlib.suppress(RayError):  # its death is seen by the other wait
+                try:
+                    await asyncio.wait_for(self._actor.process.remote(), SILENCE_S)
+                except TimeoutError:
+                    return f"it has not answered for {SILENCE_S} s"
+            await asyncio.sleep(SILENCE_S / PROBES_PER_SILENCE)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let its live turns end, then end it."""
+        if self.serves:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
+        await self.end()
