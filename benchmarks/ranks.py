@@ -33,7 +33,7 @@ HOST = "127.0.0.1"
 CONFIG = EngineConfig(
     max_total_tokens=65_536, max_running_requests=64, max_sessions=2048, rank_lease_s=10.0, collective_timeout_s=60.0
 )
-STEPS, WARM_UP, ROUNDS = 150, 10, 3
+STEPS, WARM_UP, ROUNDS = 150, 10, 5
 PROMPT = 64
 CONTROLS = 200
 

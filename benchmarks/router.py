@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -23,7 +24,9 @@ from router.redis_journal import RedisJournal
 from router.sqlite_journal import SqliteJournal
 from tests.redis_server import redis_server
 
-PROMPT_LEN, ROUNDS = 32, 300
+PROMPT_LEN, ROUNDS, WARM_UP = 32, 300, 10
+MODES = 4
+"""Turns of a round: directly, by gRPC without and with a session, by HTTP."""
 STREAMS, STREAM_TOKENS = 16, 400
 JOURNAL_SESSIONS, JOURNAL_APPENDS = 16, 200
 SAMPLING = pb.Sampling(max_tokens=1, ignore_eos=True)
@@ -34,50 +37,38 @@ def prompt(number: int) -> list[int]:
     return [100 + number, *range(1000, 1000 + PROMPT_LEN - 1)]
 
 
-async def direct_ms(address: str) -> list[float]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
-        times = []
-        for i in range(ROUNDS):
-            submit = worker_pb2.Submit(
-                turn_id=f"t{i}",
-                session_id=f"turn-t{i}",
-                tokens=pack_tokens(array("i", prompt(i))),
-                prompt_len=PROMPT_LEN,
-                sampling=SAMPLING,
-                ephemeral=True,
-            )
-            began = time.perf_counter()
-            await call.write(worker_pb2.RouterMessage(submit=submit))
-            while (await call.read()).WhichOneof("message") != "step":
-                pass
-            times.append(1000 * (time.perf_counter() - began))
-        call.cancel()
-    return times
+class Direct:
+    """Turns asked of a worker itself, on one stream."""
 
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
 
-async def grpc_ms(stub: session_pb2_grpc.SessionServiceStub, session: str) -> list[float]:
-    times = []
-    for i in range(ROUNDS):
-        # In a session: rewound each time, so that each turn is the same and is journaled.
-        request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=prompt(i)), sampling=SAMPLING)
-        if session and times:
-            request.rewind_to = 0
-        began = time.perf_counter()
-        async for _ in stub.Generate(request):
+    async def turn(self, i: int) -> None:
+        submit = worker_pb2.Submit(
+            turn_id=f"t{i}",
+            session_id=f"turn-t{i}",
+            tokens=pack_tokens(array("i", prompt(i))),
+            prompt_len=PROMPT_LEN,
+            sampling=SAMPLING,
+            ephemeral=True,
+        )
+        await self._call.write(worker_pb2.RouterMessage(submit=submit))
+        while (await self._call.read()).WhichOneof("message") != "step":
             pass
-        times.append(1000 * (time.perf_counter() - began))
-    return times
 
 
-async def http_ms(http: httpx.AsyncClient) -> list[float]:
-    times = []
-    for i in range(ROUNDS):
-        body = {"prompt": prompt(i), "max_tokens": 1, "temperature": 0}
-        began = time.perf_counter()
-        (await http.post("/v1/completions", json=body)).raise_for_status()
-        times.append(1000 * (time.perf_counter() - began))
-    return times
+async def grpc_turn(stub: session_pb2_grpc.SessionServiceStub, session: str, i: int) -> None:
+    # In a session: rewound each time, so that each turn is the same and is journaled.
+    request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=prompt(i)), sampling=SAMPLING)
+    if session and i >= MODES:
+        request.rewind_to = 0
+    async for _ in stub.Generate(request):
+        pass
+
+
+async def http_turn(http: httpx.AsyncClient, i: int) -> None:
+    body = {"prompt": prompt(i), "max_tokens": 1, "temperature": 0}
+    (await http.post("/v1/completions", json=body)).raise_for_status()
 
 
 async def relay(stub: session_pb2_grpc.SessionServiceStub, sessions: bool) -> dict[str, float]:
@@ -138,17 +129,26 @@ def added(over: list[float], base: list[float]) -> dict[str, float]:
 
 
 async def measure_latency(cluster: Cluster) -> dict[str, object]:
-    address = cluster.worker_addresses()[0].address
-    async with grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel:
+    address, target = cluster.worker_addresses()[0].address, cluster.grpc_url.removeprefix("grpc://")
+    async with (
+        grpc.aio.insecure_channel(address) as worker,
+        grpc.aio.insecure_channel(target) as channel,
+        httpx.AsyncClient(base_url=cluster.url) as http,
+    ):
         stub = session_pb2_grpc.SessionServiceStub(channel)
-        async with httpx.AsyncClient(base_url=cluster.url) as http:
-            for warm_up in (direct_ms(address), grpc_ms(stub, ""), http_ms(http)):
-                await warm_up
-            figures = []
-            for mode in (direct_ms(address), grpc_ms(stub, ""), grpc_ms(stub, "s"), http_ms(http)):
-                await http.post("/flush_cache")
-                figures.append(await mode)
-            direct, plain, session, web = figures
+        turns = (
+            Direct(worker).turn,
+            partial(grpc_turn, stub, ""),
+            partial(grpc_turn, stub, "s"),
+            partial(http_turn, http),
+        )
+        times: list[float] = []
+        # One of each in turn: what else the machine does falls on all alike.
+        for i in range(MODES * (WARM_UP + ROUNDS)):
+            began = time.perf_counter()
+            await turns[i % MODES](i)
+            times.append(1000 * (time.perf_counter() - began))
+        direct, plain, session, web = (times[MODES * WARM_UP + mode :: MODES] for mode in range(MODES))
         return {
             "one-token turn, directly at the worker": {f"p{p} ms": round(percentile(direct, p), 2) for p in (50, 99)},
             "added by the router": {

@@ -62,6 +62,8 @@ def test_ray_stays_at_the_edges() -> None:
         for path in files(folder):
             if str(path.relative_to(ROOT)) not in RAY_FILES:
                 assert not any(name.split(".")[0] == "ray" for name in imports(path)), path
+    # The simulator runs it too; what it starts is the places' affair.
+    assert not any(name.split(".")[0] in ("ray", "grpc") for name in imports(ROOT / "cluster/supervisor.py"))
 
 
 def test_models_and_engine_need_no_grpc() -> None:

@@ -79,10 +79,25 @@ class Served:
         self.family += psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(60)
+        self._close()
+        return code
+
+    def left(self) -> list[psutil.Process]:
+        """Which of its processes are still there."""
+        return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def abandon(self) -> None:
+        """kill -9 of whatever is there."""
+        self.process.kill()
+        self.process.wait()
+        for process in self.left():
+            process.kill()
+        self._close()
+
+    def _close(self) -> None:
         self.log.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return code
 
 
 @contextmanager
@@ -97,11 +112,9 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
         raise
     assert cluster.stop() == 0
     deadline = time.monotonic() + 20
-    while (
-        left := [p for p in cluster.family if p.is_running() and p.status() != "zombie"]
-    ) and time.monotonic() < deadline:
+    while cluster.left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left, "SIGTERM leaves no process"
+    assert not cluster.left(), "SIGTERM leaves no process"
     assert set(os.listdir("/dev/shm")) <= before, "nor shared memory"
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{cluster.url}/health")

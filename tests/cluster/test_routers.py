@@ -75,7 +75,7 @@ async def test_a_stopped_router_holds_up_nobody_and_is_replaced(served: Served) 
         stopped = router_of(served, second)
         os.kill(stopped.pid, signal.SIGSTOP)
         # The only worker dies meanwhile: its next incarnation must not wait for that router to hear of it.
-        os.kill(served.workers()[0]["pid"], signal.SIGKILL)
+        os.kill(int(served.workers()[0]["pid"]), signal.SIGKILL)
         assert await stream(client, "after", prompt="Return the", num_tokens=12) == text
         await until(lambda: not stopped.is_running(), 20, "the stopped router to be ended")
         await until(lambda: healthy(second), START_DEADLINE_S, "another to serve in its place")

@@ -75,7 +75,7 @@ class Faults:
     def pause(self) -> None:
         process = self.rng.choice([*self.cluster.processes(), self.cluster.supervisor])
         if not process.paused and process.alive:
-            seconds = self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0))
+            seconds = self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0, 9.0))
             self.cluster.trace(f"{process.name} stops for {seconds} s")
             process.pause()
             self._later(seconds, lambda: self._wake(process))

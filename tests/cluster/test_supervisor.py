@@ -1,0 +1,69 @@
+"""The supervisor, the process of ``holdfast serve``: stopped, it is not missed; killed, all is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from openai import AsyncOpenAI
+
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+from tests.cluster.served import NUM_TOKENS, Served, serving, stream
+from tests.ports import free_port
+from tests.waiting import until
+
+GONE_S = 30.0
+
+
+@asynccontextmanager
+async def stub_of(served: Served) -> AsyncIterator[session_pb2_grpc.SessionServiceStub]:
+    async with grpc.aio.insecure_channel(served.router()["grpc"]) as channel:
+        yield session_pb2_grpc.SessionServiceStub(channel)
+
+
+def turn(session: str, **resume: int) -> pb.GenerateRequest:
+    sampling = pb.Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return pb.GenerateRequest(
+        session_id=session, text="Return the list of", sampling=sampling, request_id=f"turn-of-{session}", **resume
+    )
+
+
+async def test_killed_mid_stream_and_started_again(tmp_path: Path) -> None:
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    before, tokens = Served(tmp_path, *ports), []
+    try:
+        async with stub_of(before) as stub:
+            calm = [token async for answer in stub.Generate(turn("calm")) for token in answer.tokens]
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for answer in stub.Generate(turn("storm")):
+                    tokens += answer.tokens
+                    if len(tokens) == 20:
+                        os.kill(before.process.pid, signal.SIGKILL)
+        await until(lambda: not before.left(), GONE_S, "all that it started to end")
+    finally:
+        before.abandon()
+    assert len(calm) == NUM_TOKENS and tokens == calm[: len(tokens)]
+    with serving(tmp_path, *ports) as after:
+        async with stub_of(after) as stub:
+            async for answer in stub.Generate(turn("storm", resume_from=len(tokens))):
+                assert answer.index == len(tokens) or not answer.tokens
+                tokens += answer.tokens
+        assert tokens == calm, "none is lost, and none comes twice"
+        assert all(report["ok"] for report in after.ask("audit"))
+
+
+async def test_stopped_it_is_not_missed(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            served.process.send_signal(signal.SIGSTOP)
+            try:
+                text = await stream(client, "s")
+            finally:
+                served.process.send_signal(signal.SIGCONT)
+            assert await stream(client, "t") == text
