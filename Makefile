@@ -21,8 +21,9 @@ serve: $(VENV)/installed  ## the demo's cluster, kept running
 	@echo "  holdfast: $(BIN)/holdfast status | sessions | audit"
 	$(BIN)/holdfast serve
 
+# Two at a time, and those on Ray one after another (tests/conftest.py): clusters mostly wait.
 test: $(VENV)/installed lint  ## set up, lint, and run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

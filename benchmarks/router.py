@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import statistics
 import tempfile
 import time
 from array import array
@@ -28,7 +29,7 @@ PROMPT_LEN, ROUNDS, WARM_UP = 32, 300, 10
 MODES = 4
 """Turns of a round: directly, by gRPC without and with a session, by HTTP."""
 STREAMS, STREAM_TOKENS = 16, 400
-JOURNAL_SESSIONS, JOURNAL_APPENDS = 16, 200
+JOURNAL_SESSIONS, JOURNAL_APPENDS, JOURNAL_ROUNDS = 16, 200, 5
 SAMPLING = pb.Sampling(max_tokens=1, ignore_eos=True)
 
 
@@ -113,15 +114,21 @@ async def journal_cost(journal: Journal) -> dict[str, float]:
 
 
 async def journal_costs() -> dict[str, dict[str, float]]:
-    """Of each store that is here, for each durability."""
-    costs = {}
-    for durability, appendfsync in (("process", "everysec"), ("power", "always")):
-        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=Path.cwd()) as folder:
-            costs[f"SQLite, {durability}"] = await journal_cost(SqliteJournal(Path(folder) / "j.db", durability))
-            if shutil.which("redis-server"):
-                with redis_server(Path(folder), "--appendonly", "yes", "--appendfsync", appendfsync) as redis:
-                    costs[f"Redis, {durability}"] = await journal_cost(RedisJournal(redis.url, durability))
-    return costs
+    """Of each store that is here, for each durability: the median of rounds, in which each has its turn."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for _ in range(JOURNAL_ROUNDS):
+        for durability, appendfsync in (("process", "everysec"), ("power", "always")):
+            with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=Path.cwd()) as folder:
+                cost = await journal_cost(SqliteJournal(Path(folder) / "j.db", durability))
+                rounds.setdefault(f"SQLite, {durability}", []).append(cost)
+                if shutil.which("redis-server"):
+                    with redis_server(Path(folder), "--appendonly", "yes", "--appendfsync", appendfsync) as redis:
+                        cost = await journal_cost(RedisJournal(redis.url, durability))
+                        rounds.setdefault(f"Redis, {durability}", []).append(cost)
+    return {
+        name: {figure: statistics.median(cost[figure] for cost in costs) for figure in costs[0]}
+        for name, costs in rounds.items()
+    }
 
 
 def added(over: list[float], base: list[float]) -> dict[str, float]:

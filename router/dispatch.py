@@ -9,10 +9,11 @@ import uuid
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from holdfast.errors import NoWorkerAvailable
+from holdfast.errors import HoldfastError, NoWorkerAvailable
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import worker_pb2
 from router.placement import Placement
+from router.sessions import Session
 from router.turns import LiveTurn
 from router.workers import TurnInbox, WorkerLink
 
@@ -38,13 +39,22 @@ class Dispatch:
             return
         turn.link = await self._choose(turn)
         if turn.session is not None:
-            record = turn.session.record
-            record.epoch = turn.epoch = await self._gateway.journal.pin(
-                turn.session.session_id, turn.epoch, turn.link.name
-            )
-            left, record.worker = self._gateway.link(record.worker), turn.link.name
-            if left is not None and left is not turn.link:
-                self._gateway.control.sweep(left)
+            await self._pin(turn, turn.session, turn.link)
+
+    async def _pin(self, turn: LiveTurn, session: Session, link: WorkerLink) -> None:
+        """Make the session the worker's. From one that still lives, its KV comes along."""
+        record, gateway = session.record, self._gateway
+        left = gateway.link(record.worker)
+        if left is not None and left is not link:
+            await gateway.moves.bring(session.session_id, turn.epoch, left, link)
+        try:
+            record.epoch = turn.epoch = await gateway.journal.pin(session.session_id, turn.epoch, link.name)
+        except HoldfastError:
+            gateway.control.sweep(link)
+            raise
+        record.worker = link.name
+        if left is not None and left is not link:
+            gateway.control.sweep(left)
 
     async def _choose(self, turn: LiveTurn) -> WorkerLink:
         deadline = time.monotonic() + self._gateway.config.worker_wait_s

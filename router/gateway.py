@@ -292,7 +292,9 @@ class Gateway:
                 inbox = self.dispatch.submit(turn, full=True)
                 continue
             if update.error_code == NoWorkerAvailable.code:
-                inbox = await self.dispatch.fail_over(turn)  # it drains
+                if turn.link is not None:
+                    turn.link.stats.draining = True  # before its next beat says so: it is not chosen again
+                inbox = await self.dispatch.fail_over(turn)
                 continue
             if update.error_code:
                 raise error_from_code(update.error_code, update.error_message)

@@ -28,7 +28,7 @@ class Metrics:
         self.failovers = Counter("holdfast_failovers", "Live turns moved off a lost worker", registry=r)
         self.handovers = Counter(
             "holdfast_handovers",
-            "Idle sessions that were to move: moved with their KV, or left",
+            "Sessions that were to move: moved with their KV, or left to be computed again",
             ["outcome"],
             registry=r,
         )

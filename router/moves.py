@@ -2,7 +2,8 @@
 
 KV first, then the journal's pin under a new epoch (refused while a turn runs), then the copy that is
 left behind is dropped. Whatever dies in between, the session is whole where the journal says it is; what
-another worker holds of it is swept, and what did not come is computed again at the next turn.
+another worker holds of it is swept, and what did not come is computed again at the next turn. A turn that
+comes for a session of a worker that drains does not wait for all that: its session's KV is brought first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, WorkerNotFound
+from holdfast.v1 import worker_pb2
 from router.placement import shed
 from router.workers import WorkerLink
 
@@ -30,7 +32,7 @@ class Moved:
     """What became of the sessions of a worker."""
 
     turns_moved: int = 0
-    """Turned away at the deadline: they went on elsewhere, and computed their KV again."""
+    """Turned away at the deadline: they went on elsewhere."""
     sessions_moved: int = 0
     """With their KV."""
     sessions_left: int = 0
@@ -90,21 +92,39 @@ class Moves:
         self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink, moved: Moved
     ) -> None:
         """Move one idle session with its KV, or leave it as it is."""
-        timeout_s = self._gateway.config.control_timeout_s
         try:
-            taken = await target.take_over(session_id, epoch, source.address.address, timeout_s)
+            taken = await self._take_over(session_id, epoch, source, target)
             await self._gateway.journal.move(session_id, epoch, target.name)
         except HoldfastError as error:
-            log.info("session %s does not move to %s: %s", session_id, target.name, error.message)
+            self._left(session_id, target, error)
             moved.sessions_left += 1
-            self._gateway.metrics.handovers.labels("left").inc()
             self._gateway.control.sweep(target)
             return
         self._gateway.metrics.handovers.labels("moved").inc()
-        self._gateway.metrics.handover_bytes.inc(taken.bytes)
         moved.sessions_moved += 1
         moved.pages += taken.pages
         moved.bytes += taken.bytes
+
+    async def bring(self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink) -> None:
+        """Have ``target`` read the KV of a session that is about to be its own; what does not come, it computes."""
+        try:
+            await self._take_over(session_id, epoch, source, target)
+        except HoldfastError as error:
+            self._left(session_id, target, error)
+        else:
+            self._gateway.metrics.handovers.labels("moved").inc()
+
+    async def _take_over(
+        self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink
+    ) -> worker_pb2.ImportResponse:
+        timeout_s = self._gateway.config.control_timeout_s
+        taken = await target.take_over(session_id, epoch, source.address.address, timeout_s)
+        self._gateway.metrics.handover_bytes.inc(taken.bytes)
+        return taken
+
+    def _left(self, session_id: str, target: WorkerLink, error: HoldfastError) -> None:
+        log.info("session %s does not move to %s: %s", session_id, target.name, error.message)
+        self._gateway.metrics.handovers.labels("left").inc()
 
     async def _move_all(self, source: WorkerLink, moved: Moved) -> None:
         """What is idle on a worker that drains, to the others."""

@@ -135,11 +135,18 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             yield worker_pb2.WorkerMessage(welcome=self._welcome())
+            beat_at = self._loop.time() + self._beat_interval_s
             while not reader.done():
-                try:
-                    yield await asyncio.wait_for(outbox.get(), self._beat_interval_s)
-                except TimeoutError:
-                    yield worker_pb2.WorkerMessage(beat=self._stats())
+                left_s = beat_at - self._loop.time()
+                if left_s <= 0:  # also where there is always something else to send
+                    beat_at = self._loop.time() + self._beat_interval_s
+                    message = worker_pb2.WorkerMessage(beat=self._stats())
+                else:
+                    try:
+                        message = await asyncio.wait_for(outbox.get(), left_s)
+                    except TimeoutError:
+                        continue
+                yield message
         finally:
             reader.cancel()
             for turn_id in [t for t, stream in self._stream_of.items() if stream is outbox]:

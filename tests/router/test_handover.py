@@ -288,3 +288,30 @@ async def test_what_was_released_is_not_brought_back_by_a_late_hand_over(tmp_pat
             await w1.take_over("s", late, w0.address.address, 5.0)
         await stub.Release(pb.ReleaseRequest(session_id="s"))
         assert slots(cluster, "w0") == slots(cluster, "w1") == set()
+
+
+async def ended(iterator: Any) -> list[int]:
+    return [token async for answer in iterator for token in answer.tokens]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_turns_of_a_worker_that_drains_have_their_kv_brought(tmp_path: Path, tp: int) -> None:
+    engine = replace(ENGINE, rank_lease_s=10.0)
+    async with two_workers(tmp_path, ["a", "b"], tp=tp, engine=engine) as (cluster, stub, expected):
+        gateway, target = cluster.router.gateway, cluster.workers["w1"]._leader
+        long = pb.Sampling(**(TURN | {"max_tokens": 3000}))
+        running = asyncio.create_task(
+            ended(stub.Generate(pb.GenerateRequest(session_id="b", tokens=pb.TokenIds(ids=[7]), sampling=long)))
+        )
+        await until(lambda: gateway.is_busy("b"), 5, "the long turn to begin")
+        # Whoever drains is not there yet, or gone: no session is handed over but by its own next turn.
+        draining = asyncio.create_task(gateway._links["w0@1"].drain(4.0, 10.0))
+        await until(lambda: gateway._links["w0@1"].stats.draining, 5, "the worker to drain")
+        assert not draining.done(), "a worker tells that it drains, however busy it is"
+        assert await turn(stub, "a", [7, 8, 9]) == (expected, len(PROMPT) + 24 - 1)
+        assert cluster.pinned_to("a") == "w1" and target.counters["computed_tokens"] < 40
+        # The turn that is turned away goes on there: what its session had before it comes along.
+        assert await draining == 1
+        await until(lambda: cluster.pinned_to("b") == "w1", 10, "the turn to move")
+        assert len(await running) == 3000
+        assert 3000 < target.counters["computed_tokens"] < 3100, "the output so far is computed, the history came as KV"
