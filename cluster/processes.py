@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import psutil
@@ -15,6 +16,8 @@ from holdfast.errors import ConfigError, HoldfastError
 END_GRACE_S = 1.0
 """Most end when Ray asks them; what is stopped, or stuck, does not."""
 END_TIMEOUT_S = 10.0
+SLICES = 4
+"""Of the time that silence may last: one probe in each."""
 
 
 def end_process(pid: int, created: float) -> None:
@@ -50,6 +53,28 @@ async def first_of(*waits: Coroutine[Any, Any, str]) -> str:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def silence_of(probe: Callable[[], Coroutine[Any, Any, object]], silence_s: float) -> None:
+    """Returns when no probe was answered for ``silence_s`` of the time in which this process ran itself.
+
+    Who was stopped, and wakes, must not take that for the silence of all others.
+    """
+    slice_s, silent, asked = silence_s / SLICES, 0, None
+    try:
+        while silent < SLICES:
+            ends_at = time.monotonic() + slice_s
+            asked = asked or asyncio.create_task(probe())
+            await asyncio.wait([asked], timeout=slice_s)
+            answered = asked.done() and asked.exception() is None
+            if asked.done():
+                asked = None
+                await asyncio.sleep(ends_at - time.monotonic())
+            slept = time.monotonic() > ends_at + slice_s
+            silent = 0 if answered else silent + (not slept)
+    finally:
+        if asked is not None:
+            asked.cancel()
 
 
 @contextlib.contextmanager

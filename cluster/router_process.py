@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.processes import death_of, end_process, first_of, ray_errors
+from cluster.processes import death_of, end_process, first_of, ray_errors, silence_of
 from router.actor import RouterActor
 from router.config import RouterConfig
 from router.journal import ROUTER_LEASE_S
@@ -21,7 +21,6 @@ from router.workers import WorkerAddress
 
 SILENCE_S = 2 * ROUTER_LEASE_S
 """Its turns are anybody's after one lease; who has missed two does not come back, or only to be refused."""
-PROBES_PER_SILENCE = 4
 
 
 class RouterProcess:
@@ -75,13 +74,11 @@ class RouterProcess:
             await asyncio.to_thread(end_process, *process)
 
     async def _silence(self) -> str:
-        while True:
-            with contextlib.suppress(RayError):  # its death is seen by the other wait
-                try:
-                    await asyncio.wait_for(self._actor.process.remote(), SILENCE_S)
-                except TimeoutError:
-                    return f"it has not answered for {SILENCE_S} s"
-            await asyncio.sleep(SILENCE_S / PROBES_PER_SILENCE)
+        async def probe() -> None:
+            await self._actor.process.remote()
+
+        await silence_of(probe, SILENCE_S)
+        return f"it has not answered for {SILENCE_S} s"
 
     async def stop(self, timeout_s: float) -> None:
         """Let its live turns end, then end it."""

@@ -13,13 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors
+from cluster.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, silence_of
 from router.workers import WorkerAddress
 from workers.actor import RankActor, RankPlace
 from workers.config import EngineConfig
 
 log = logging.getLogger("holdfast.cluster")
-PROBES_PER_LEASE = 4
 
 
 class WorkerGroup:
@@ -112,12 +111,12 @@ class WorkerGroup:
         assert self.address is not None, "the worker serves"
         async with grpc.aio.insecure_channel(self.address.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                try:
-                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=lease_s)
-                except grpc.aio.AioRpcError as error:
-                    return f"its leader does not answer: {error.code().name}"
-                await asyncio.sleep(lease_s / PROBES_PER_LEASE)
+
+            async def probe() -> None:
+                await stub.Check(health_pb2.HealthCheckRequest())
+
+            await silence_of(probe, lease_s)
+        return f"its leader has not answered for {lease_s} s"
 
     async def _end_process(self, place: RankPlace) -> None:
         if place.node_id == ray.get_runtime_context().get_node_id():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,6 +20,8 @@ from tests.ports import free_port
 from tests.waiting import until
 
 GONE_S = 30.0
+STOPPED_S, SETTLE_S = 8.0, 4.0
+"""Past every silence that the supervisor takes for death; until it would have acted on it."""
 NUM_TOKENS = 1000
 """More than are computed until Ray notices that the supervisor is gone."""
 
@@ -62,12 +65,16 @@ async def test_killed_mid_stream_and_started_again(tmp_path: Path) -> None:
         assert all(report["ok"] for report in after.ask("audit"))
 
 
-async def test_stopped_it_is_not_missed(tmp_path: Path) -> None:
+async def test_stopped_it_is_not_missed_and_takes_nobody_for_dead(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
+        before = [served.router()["pid"], *(worker["pid"] for worker in served.workers())]
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
             served.process.send_signal(signal.SIGSTOP)
             try:
                 text = await stream(client, "s")
+                await asyncio.sleep(STOPPED_S)
             finally:
                 served.process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(SETTLE_S)
             assert await stream(client, "t") == text
+        assert [served.router()["pid"], *(worker["pid"] for worker in served.workers())] == before
