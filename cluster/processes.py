@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
+import grpc
 import psutil
 from ray.exceptions import RayError
 
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.silence import silent_for
 
 END_GRACE_S = 1.0
 """Most end when Ray asks them; what is stopped, or stuck, does not."""
 END_TIMEOUT_S = 10.0
-SLICES = 4
-"""Of the time that silence may last: one probe in each."""
+PROBES_PER_LEASE = 8
 
 
 def end_process(pid: int, created: float) -> None:
@@ -55,26 +55,23 @@ async def first_of(*waits: Coroutine[Any, Any, str]) -> str:
             task.cancel()
 
 
-async def silence_of(probe: Callable[[], Coroutine[Any, Any, object]], silence_s: float) -> None:
-    """Returns when no probe was answered for ``silence_s`` of the time in which this process ran itself.
+async def unanswered_for(lease_s: float, probe: Callable[[], Awaitable[object]]) -> None:
+    """Returns when a process that is asked again and again has answered nothing for a lease."""
+    num_answers = 0
 
-    Who was stopped, and wakes, must not take that for the silence of all others.
-    """
-    slice_s, silent, asked = silence_s / SLICES, 0, None
+    async def ask() -> None:
+        nonlocal num_answers
+        while True:
+            with contextlib.suppress(RayError, grpc.aio.AioRpcError):
+                await probe()
+                num_answers += 1
+            await asyncio.sleep(lease_s / PROBES_PER_LEASE)
+
+    asking = asyncio.create_task(ask())
     try:
-        while silent < SLICES:
-            ends_at = time.monotonic() + slice_s
-            asked = asked or asyncio.create_task(probe())
-            await asyncio.wait([asked], timeout=slice_s)
-            answered = asked.done() and asked.exception() is None
-            if asked.done():
-                asked = None
-                await asyncio.sleep(ends_at - time.monotonic())
-            slept = time.monotonic() > ends_at + slice_s
-            silent = 0 if answered else silent + (not slept)
+        await silent_for(lease_s, lambda: num_answers)
     finally:
-        if asked is not None:
-            asked.cancel()
+        asking.cancel()
 
 
 @contextlib.contextmanager

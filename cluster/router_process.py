@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.processes import death_of, end_process, first_of, ray_errors, silence_of
+from cluster.processes import death_of, end_process, first_of, ray_errors, unanswered_for
 from router.actor import RouterActor
 from router.config import RouterConfig
 from router.journal import ROUTER_LEASE_S
@@ -74,10 +74,7 @@ class RouterProcess:
             await asyncio.to_thread(end_process, *process)
 
     async def _silence(self) -> str:
-        async def probe() -> None:
-            await self._actor.process.remote()
-
-        await silence_of(probe, SILENCE_S)
+        await unanswered_for(SILENCE_S, self._actor.process.remote)
         return f"it has not answered for {SILENCE_S} s"
 
     async def stop(self, timeout_s: float) -> None:

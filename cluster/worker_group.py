@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, silence_of
+from cluster.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, unanswered_for
 from router.workers import WorkerAddress
 from workers.actor import RankActor, RankPlace
 from workers.config import EngineConfig
@@ -111,11 +111,7 @@ class WorkerGroup:
         assert self.address is not None, "the worker serves"
         async with grpc.aio.insecure_channel(self.address.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-
-            async def probe() -> None:
-                await stub.Check(health_pb2.HealthCheckRequest())
-
-            await silence_of(probe, lease_s)
+            await unanswered_for(lease_s, lambda: stub.Check(health_pb2.HealthCheckRequest()))
         return f"its leader has not answered for {lease_s} s"
 
     async def _end_process(self, place: RankPlace) -> None:

@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from holdfast.errors import NoWorkerAvailable
+from holdfast.silence import silent_for
 from holdfast.v1 import worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
 from router.placement import WorkerView
@@ -60,6 +61,7 @@ class WorkerLink:
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._inboxes: dict[str, TurnInbox] = {}
         self._closed = False
+        self._num_heard = 0
         self.ready = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -186,17 +188,24 @@ class WorkerLink:
 
         call = self._stub.Attach()
         writer = asyncio.create_task(_write(call, outbox))
+        reader = asyncio.create_task(self._read(call))
+        silence = asyncio.create_task(silent_for(self._lease_s, lambda: self._num_heard))
         try:
-            while True:
-                async with asyncio.timeout(self._lease_s):
-                    message = await call.read()
-                if message is grpc.aio.EOF:
-                    return
-                self._take(message)
+            await asyncio.wait((reader, silence), return_when=asyncio.FIRST_COMPLETED)
+            if not reader.done():
+                raise TimeoutError
+            reader.result()
         finally:
-            writer.cancel()
+            tasks = (writer, reader, silence)
+            for task in tasks:
+                task.cancel()
             call.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            self._num_heard += 1
+            self._take(message)
 
     def _take(self, message: worker_pb2.WorkerMessage) -> None:
         kind = message.WhichOneof("message")

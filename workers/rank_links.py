@@ -6,12 +6,14 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from holdfast.errors import RankDiverged
+from holdfast.silence import silent_for
 from holdfast.v1 import rank_pb2, rank_pb2_grpc, worker_pb2
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
 from workers.step_log import LogWriter
@@ -34,6 +36,7 @@ class RankLinks:
         """Of the followers, by rank."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._num_heard: Counter[int] = Counter()
         self.hellos: dict[int, rank_pb2.RankHello] = {}
 
     async def connect(self, addresses: dict[int, str], writer: LogWriter, digest: int, timeout_s: float) -> None:
@@ -51,6 +54,7 @@ class RankLinks:
         for rank, call in calls.items():
             self._outboxes[rank] = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._read(rank, call, writer)))
+            self._tasks.append(asyncio.create_task(self._watch(rank)))
             self._tasks.append(asyncio.create_task(self._write(rank, call)))
         self._thread.start()
 
@@ -129,20 +133,22 @@ class RankLinks:
             except asyncio.InvalidStateError:
                 return
 
+    async def _watch(self, rank: int) -> None:
+        await silent_for(self._lease_s, lambda: self._num_heard[rank])
+        self._lose(f"rank {rank} was silent for {self._lease_s} s")
+
     async def _read(self, rank: int, call: Any, writer: LogWriter) -> None:
         try:
             while True:
-                async with asyncio.timeout(self._lease_s):
-                    message = await call.read()
+                message = await call.read()
                 if message is grpc.aio.EOF:
                     raise RankDiverged("it closed the stream")
+                self._num_heard[rank] += 1
                 kind = message.WhichOneof("message")
                 if kind == "ack":
                     writer.ack(rank, message.ack)
                 elif kind == "refusal":
                     raise RankDiverged(f"it refuses entry {message.refusal.index}: {message.refusal.message}")
-        except TimeoutError:
-            self._lose(f"rank {rank} was silent for {self._lease_s} s")
         except RankDiverged as error:
             self._lose(f"rank {rank}: {error.message}")
         except grpc.aio.AioRpcError as error:

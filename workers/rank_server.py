@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from holdfast.errors import RankDiverged, StaleEpoch
+from holdfast.silence import silent_for
 from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS, abort_with, answers_errors
 from workers.collectives import Collectives
@@ -44,6 +45,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         self._outbox: asyncio.Queue[rank_pb2.RankMessage] = asyncio.Queue()
         self._followed = False
         self._stopping = False
+        self._num_heard = 0
 
     async def start(self, host: str) -> str:
         """Load this rank's shard and serve on a free port of ``host``; returns the address."""
@@ -75,6 +77,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
             await abort_with(context, StaleEpoch(f"{self.name} has had its leader"))
         self._followed = True
         reader = asyncio.create_task(self._read(requests))
+        silence = asyncio.create_task(self._watch())
         try:
             yield rank_pb2.RankMessage(hello=self._hello())
             while not reader.done():
@@ -87,25 +90,27 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
                     break
         finally:
             reader.cancel()
-            if not self._stopping:
-                self._on_lost(f"{self.name}: the stream from its leader broke")
+            silence.cancel()
+            self._lose("the stream from its leader broke")
 
     @answers_errors
     async def Fetch(self, request: rank_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> rank_pb2.FetchResponse:
         return rank_pb2.FetchResponse(bytes=await fetch_pages(self.follower, request))
 
     async def _read(self, requests: AsyncIterator[rank_pb2.LeaderMessage]) -> None:
-        messages = aiter(requests)
-        while True:
-            try:
-                async with asyncio.timeout(self._lease_s):
-                    message = await anext(messages)
-            except (TimeoutError, StopAsyncIteration):
-                if not self._stopping:
-                    self._on_lost(f"{self.name}: no word from its leader for {self._lease_s} s, or its end")
-                return
+        async for message in requests:
+            self._num_heard += 1
             if message.HasField("entry"):
                 self.follower.push(message.entry)
+        self._lose("its leader closed the stream")
+
+    async def _watch(self) -> None:
+        await silent_for(self._lease_s, lambda: self._num_heard)
+        self._lose(f"no word from its leader for {self._lease_s} s")
+
+    def _lose(self, reason: str) -> None:
+        if not self._stopping:
+            self._on_lost(f"{self.name}: {reason}")
 
     def _hello(self) -> rank_pb2.RankHello:
         return rank_pb2.RankHello(

@@ -137,15 +137,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkerMessage(welcome=self._welcome())
             beat_at = self._loop.time() + self._beat_interval_s
             while not reader.done():
-                left_s = beat_at - self._loop.time()
-                if left_s <= 0:  # also where there is always something else to send
-                    beat_at = self._loop.time() + self._beat_interval_s
+                try:  # a beat that is due goes first, also where there is always something else to send
+                    message = await asyncio.wait_for(outbox.get(), beat_at - self._loop.time())
+                except TimeoutError:
                     message = worker_pb2.WorkerMessage(beat=self._stats())
-                else:
-                    try:
-                        message = await asyncio.wait_for(outbox.get(), left_s)
-                    except TimeoutError:
-                        continue
+                    beat_at = self._loop.time() + self._beat_interval_s
                 yield message
         finally:
             reader.cancel()

@@ -16,8 +16,12 @@ T = TypeVar("T")
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
+MAX_AT_ONCE = 100_000
+"""Rounds of the loop at one moment: more is no progress."""
+
+
 class Stuck(Exception):
-    """Nothing will ever happen again, and somebody still waits."""
+    """Nothing will ever happen again, or nothing else, and somebody still waits."""
 
 
 class Process:
@@ -61,11 +65,15 @@ class _Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._since_it_moved = 0
 
     def select(self, timeout: float | None) -> list[object]:
         if timeout is None:
             raise Stuck("nothing is left to happen")
-        self.now += max(0.0, timeout)
+        before, self.now = self.now, self.now + max(0.0, timeout)
+        self._since_it_moved = 0 if self.now > before else self._since_it_moved + 1
+        if self._since_it_moved > MAX_AT_ONCE:
+            raise Stuck("something happens again and again, and no time passes")
         return []
 
     def close(self) -> None:
