@@ -58,7 +58,7 @@ async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub,
 
 
 async def serving_again(cluster: Cluster, worker: Any, before: Any) -> None:
-    await until(lambda: worker.address not in (None, before), START_DEADLINE_S, f"{worker.worker_id} to serve again")
+    await until(lambda: worker.address not in (None, before), START_DEADLINE_S, f"{worker.name} to serve again")
     await cluster._announce()
 
 

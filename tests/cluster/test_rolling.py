@@ -87,7 +87,7 @@ async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path)
             assert there, "the placement spreads sessions"
             storm = asyncio.create_task(tokens_of(stub, "storm", 5, lambda: node.send_signal(signal.SIGTERM)))
             out, _ = await asyncio.wait_for(node.communicate(), 60)
-            assert node.returncode == 0 and victim.worker_id in out.decode()
+            assert node.returncode == 0 and victim.name in out.decode()
             assert await storm == calm
             for session in there:
                 assert await worker_of(cluster, stub, session) is not victim
