@@ -59,7 +59,8 @@ async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub,
 
 async def serving_again(cluster: Cluster, worker: Any, before: Any) -> None:
     await until(lambda: worker.address not in (None, before), START_DEADLINE_S, f"{worker.name} to serve again")
-    await cluster._announce()
+    while worker.address.name not in await cluster.routers[0].ready_workers():
+        await asyncio.sleep(0.05)
 
 
 # Each runs in the process of rank 1, in the middle of a turn.
