@@ -16,6 +16,7 @@ SEEDS = range(200)
 QUICK = 40
 """The planted bugs that are found within so many seeds are looked for at each test run."""
 SLOW = {
+    "a re-pin keeps its epoch",
     "a router rolls back the turn of another",
     "a turn that was done when its client left is forgotten",
     "the digest is not compared",
