@@ -11,7 +11,7 @@ import grpc
 import psutil
 from ray.exceptions import RayError
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.silence import silent_for
 
 END_GRACE_S = 1.0
@@ -75,12 +75,12 @@ async def unanswered_for(lease_s: float, probe: Callable[[], Awaitable[object]])
 
 
 @contextlib.contextmanager
-def ray_errors() -> Iterator[None]:
-    """What failed inside an actor, or with it, as the user should read it: HoldfastError for RayError."""
+def ray_errors(failed: str) -> Iterator[None]:
+    """What ``failed`` inside an actor, or with it, as the user should read it: HoldfastError for RayError."""
     try:
         yield
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, HoldfastError):
             raise cause from None
-        raise ConfigError(f"the cluster did not start: {cause or error}") from None
+        raise HoldfastError(f"{failed}: {cause or error}") from None

@@ -39,7 +39,7 @@ class RouterProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
         self._actor = RouterActor.options(**options).remote(self.config)  # type: ignore[attr-defined]
-        with ray_errors():
+        with ray_errors(f"{self.name} did not start"):
             self._process = await self._actor.process.remote()
             port, grpc_port = await self._actor.start.remote(workers)
         # The next one serves where clients know this one.
@@ -47,16 +47,16 @@ class RouterProcess:
         self.serves = True
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
-        with ray_errors():
+        with ray_errors(f"{self.name} does not answer"):
             await self._actor.set_workers.remote(workers)
 
     async def ready_workers(self) -> list[str]:
-        with ray_errors():
+        with ray_errors(f"{self.name} does not answer"):
             ready: list[str] = await self._actor.ready_workers.remote()
             return ready
 
     async def rebalance(self, max_moves: int) -> int:
-        with ray_errors():
+        with ray_errors(f"{self.name} does not answer"):
             moved: int = await self._actor.rebalance.remote(max_moves)
             return moved
 

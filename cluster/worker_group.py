@@ -41,7 +41,7 @@ class WorkerGroup:
 
     async def start(self) -> None:
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""
-        with ray_errors():
+        with ray_errors(f"{self.name} did not start"):
             await self._start()
 
     async def _start(self) -> None:
