@@ -28,7 +28,7 @@ from workers.kv import Outcome
 from workers.kv.prefix import common_prefix_len
 from workers.messages import Submission, TurnUpdate
 from workers.rank import Batch, Rank, StepResult
-from workers.scheduling import Finish, Scheduler, SchedulerLimits, Turn, Work
+from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn
 from workers.step_log import Acks, LogWriter, RecordedCache, audit_message
 from workers.stop_strings import StopStrings
 
@@ -302,9 +302,7 @@ class Leader:
         result = self.rank.apply(step, batch)
         self._measure(len(batch.tokens), time.monotonic() - began)
         self.scheduler.commit(step)
-        for work in step.work:
-            self._collect(work, result)
-        self.counters["steps"] += bool(step.work)
+        self._collect(step, result)
         self._send_updates()
 
     def _measure(self, num_tokens: int, seconds: float) -> None:
@@ -325,22 +323,22 @@ class Leader:
             command()
             idle = False
 
-    def _collect(self, work: Work, result: StepResult) -> None:
-        turn = work.turn
-        update = self._update_of(turn)
-        self.counters["computed_tokens"] += work.count
-        update.input_logprobs += result.input_logprobs.get(turn.turn_id, [])
-        if not work.samples:
-            return
-        token = result.tokens[turn.turn_id]
-        turn.tokens.append(token)
-        self.counters["generated_tokens"] += 1
-        update.tokens.append(token)
-        if turn.turn_id in result.logprobs:
-            update.logprobs.append(result.logprobs[turn.turn_id])
-        finish = self._over(turn)
-        if finish is not None:
-            self._finish(turn, Outcome.COMPLETED, finish)
+    def _collect(self, step: Step, result: StepResult) -> None:
+        self.counters["steps"] += bool(step.work)
+        self.counters["computed_tokens"] += sum(work.count for work in step.work)
+        self.counters["generated_tokens"] += len(result.tokens)
+        for turn_id, logprobs in result.input_logprobs.items():
+            self._update_of(self.scheduler.turns[turn_id]).input_logprobs += logprobs
+        for turn_id, token in result.tokens.items():
+            turn = self.scheduler.turns[turn_id]
+            update = self._update_of(turn)
+            turn.tokens.append(token)
+            update.tokens.append(token)
+            if turn_id in result.logprobs:
+                update.logprobs.append(result.logprobs[turn_id])
+            finish = self._over(turn)
+            if finish is not None:
+                self._finish(turn, Outcome.COMPLETED, finish)
 
     def _over(self, turn: Turn) -> Finish | None:
         """Whether the turn's last token ends it."""
@@ -438,8 +436,9 @@ class Leader:
             raise StaleEpoch(f"session {session_id} is at epoch {seen} here, epoch {epoch} has passed")
 
     def _update_of(self, turn: Turn) -> TurnUpdate:
-        update = self._updates.setdefault(turn.turn_id, TurnUpdate(turn.turn_id))
-        update.cached_len = turn.cached_len
+        update = self._updates.get(turn.turn_id)
+        if update is None:
+            update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, cached_len=turn.cached_len)
         return update
 
     def _send_updates(self) -> None:

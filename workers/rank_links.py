@@ -29,7 +29,7 @@ class RankLinks:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[int, asyncio.Queue[rank_pb2.LeaderMessage]] = {}
-        self._entries: queue.SimpleQueue[rank_pb2.LeaderMessage | None] = queue.SimpleQueue()
+        self._entries: queue.SimpleQueue[rank_pb2.Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_over, name="holdfast-rank-links", daemon=True)
         self._channels: dict[int, grpc.aio.Channel] = {}
         self.addresses: list[str] = []
@@ -60,7 +60,7 @@ class RankLinks:
 
     def send(self, entry: rank_pb2.Entry) -> None:
         """Called in the leader's thread; returns at once."""
-        self._entries.put(rank_pb2.LeaderMessage(entry=entry))
+        self._entries.put(entry)
 
     async def fetch(self, rank: int, request: rank_pb2.FetchRequest) -> int:
         """Have a follower read its pages of a session; returns the bytes. Raises as ``fetch_pages``."""
@@ -112,8 +112,8 @@ class RankLinks:
     def _hand_over(self) -> None:
         """Entries go to the event loop by a thread of their own: waking the loop costs its caller the GIL,
         which the leader would have to win back; this thread takes it while the leader computes."""
-        while (message := self._entries.get()) is not None:
-            self._loop.call_soon_threadsafe(self._take, message)
+        while (entry := self._entries.get()) is not None:
+            self._loop.call_soon_threadsafe(self._take, rank_pb2.LeaderMessage(entry=entry))
 
     def _take(self, message: rank_pb2.LeaderMessage) -> None:
         for outbox in self._outboxes.values():

@@ -85,7 +85,7 @@ class RecordedCache(SessionCache):
         super().commit(computed)
         if computed:
             counts = pack_tokens(array("i", [len(tokens) for tokens in computed.values()]))
-            tokens = b"".join([pack_tokens(tokens) for tokens in computed.values()])
+            tokens = pack_tokens(array("i", b"".join(computed.values())))
             op = rank_pb2.CommitOp(rows=self._rows_of(computed), counts=counts, tokens=tokens)
             self.record(rank_pb2.Op(commit=op))
 

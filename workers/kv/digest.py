@@ -27,45 +27,49 @@ class StateDigest:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._value = hash((num_pages, page_size))
         self._refcounts = [0] * num_pages
-        self._slots: dict[str, _SlotDigest] = {}
+        self._slots: dict[Slot, _SlotDigest] = {}
 
-    def update(
-        self,
-        refcounts: list[int],
-        touched_pages: Iterable[int],
-        slots: Mapping[str, Slot],
-        touched_slots: Mapping[str, int],
-    ) -> int:
+    def update(self, refcounts: list[int], touched_pages: Iterable[int], touched_slots: Mapping[Slot, int]) -> int:
         """The digest after what was touched since the last update; 64 bits.
 
-        ``touched_slots``: per session, how many pages at the start of its table are as they were.
+        ``touched_slots``: for each, how many pages at the start of its table are as they were.
         """
         value, seen = self._value, self._refcounts
         for page in touched_pages:
             if seen[page] != refcounts[page]:
                 value += hash((page, refcounts[page])) - hash((page, seen[page]))
                 seen[page] = refcounts[page]
-        for session_id, num_kept in touched_slots.items():
-            slot, known = slots.get(session_id), self._slots.get(session_id)
+        for slot, num_kept in touched_slots.items():
+            known = self._slots.get(slot)
             if known is None:
-                if slot is None:
-                    continue
-                known = self._slots[session_id] = _SlotDigest(session_id)
-            value -= known.element
-            if slot is None:
-                del self._slots[session_id]
-                continue
+                known = self._slots[slot] = _SlotDigest(slot.session_id)
             chain, pages = known.chain, slot.pages
             # A decode seldom changes its table.
             if num_kept + 1 < len(chain) or len(chain) <= len(pages):
                 del chain[num_kept + 1 :]
                 for page in pages[len(chain) - 1 :]:
                     chain.append(hash((chain[-1], page)))
-            lengths = (slot.committed_len, slot.allocated_len, slot.base_len, len(slot.tokens))
-            known.element = hash((chain[-1], slot.row, slot.running, lengths))
-            value += known.element
+            element = hash(
+                (
+                    chain[-1],
+                    slot.row,
+                    slot.running,
+                    slot.committed_len,
+                    slot.allocated_len,
+                    slot.base_len,
+                    len(slot.tokens),
+                )
+            )
+            value += element - known.element
+            known.element = element
         self._value = value & MASK
         return self._value
+
+    def drop(self, slot: Slot) -> None:
+        """The slot is no more."""
+        known = self._slots.pop(slot, None)
+        if known is not None:
+            self._value -= known.element
 
 
 class _SlotDigest:

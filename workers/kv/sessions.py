@@ -112,7 +112,7 @@ class SessionCache:
         self._idle: OrderedDict[str, Slot] = OrderedDict()
         self._digest = StateDigest(num_pages, page_size)
         # Slots that changed since the digest was taken, and how much of their tables is as it was.
-        self._touched: dict[str, int] = {}
+        self._touched: dict[Slot, int] = {}
         self._max_touched = 4 * max_slots
 
     # ---- what a turn goes through ------------------------------------------------------------
@@ -179,7 +179,8 @@ class SessionCache:
             slot = self._slot(session_id)
             at = slot.committed_len
             if at % size and refcounts[slot.pages[at // size]] == 1 and slot.running:
-                slot.allocated_len = max(slot.allocated_len, at + 1)
+                if slot.allocated_len <= at:
+                    slot.allocated_len = at + 1
                 self._touch(slot)
                 continue
             try:
@@ -342,7 +343,7 @@ class SessionCache:
 
     def digest(self) -> int:
         """64 bits that differ where page tables, reference counts or lengths do. O(changes since the last)."""
-        value = self._digest.update(self.pool.refcounts, self.pool.touched, self.slots, self._touched)
+        value = self._digest.update(self.pool.refcounts, self.pool.touched, self._touched)
         self.pool.touched.clear()
         self._touched.clear()
         return value
@@ -357,7 +358,8 @@ class SessionCache:
 
     def _touch(self, slot: Slot) -> None:
         num_kept = len(slot.pages)
-        self._touched[slot.session_id] = min(self._touched.get(slot.session_id, num_kept), num_kept)
+        if self._touched.get(slot, num_kept) >= num_kept:
+            self._touched[slot] = num_kept
 
     def _new_slot(self, session_id: str, tenant: str, *, ephemeral: bool = False, spared: Slot | None = None) -> Slot:
         """``spared``: a slot that must not be the one that makes room."""
@@ -483,4 +485,6 @@ class SessionCache:
         self._cut(slot, 0)
         self._idle.pop(slot.session_id, None)
         del self.slots[slot.session_id], self.by_row[slot.row]
+        self._touched.pop(slot, None)
+        self._digest.drop(slot)
         self._free_rows.append(slot.row)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
@@ -31,8 +32,7 @@ class SchedulerLimits:
     """Turns that wait; more are refused with QueueFull."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One turn's share of a step: compute tokens ``[start, start + count)``."""
 
     turn: Turn
@@ -93,7 +93,7 @@ class Scheduler:
         self._plan_decodes(work)
         budget = max(0, self.limits.step_tokens - len(work))
         # Newcomers get a share of what the prompts under way get: none waits for a long one's end.
-        num_prefills = sum(self._todo(turn) > 1 for turn in self.running.values())
+        num_prefills = len(self.running) - len(work)
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
         self._plan_prefills(work, budget)
         return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
@@ -134,12 +134,14 @@ class Scheduler:
         return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
-        decodes = [turn for turn in self.running.values() if self._todo(turn) == 1]
+        slots = self.cache.slots
+        decodes = [t for t in self.running.values() if len(t.tokens) - slots[t.session_id].committed_len == 1]
         decodes.sort(key=attrgetter("arrival"))
         while decodes:
             num_done = self.cache.extend_by_one([turn.session_id for turn in decodes])
             for turn in decodes[:num_done]:
-                work[turn.turn_id] = self._work(turn, 1)
+                slot = slots[turn.session_id]
+                work[turn.turn_id] = Work(turn, slot.row, slot.committed_len, 1, True)
             decodes = decodes[num_done:]
             if decodes:
                 youngest = max(self.running.values(), key=attrgetter("arrival"))

@@ -351,8 +351,8 @@ class KVCore(RuleBasedStateMachine):
             other = theirs.slots[session]
             assert (slot.pages, slot.tokens, slot.row) == (other.pages, other.tokens, other.row)
         afresh = StateDigest(ours.pool.num_pages, ours.page_size)
-        everything = dict.fromkeys(ours.slots, 0)
-        assert ours.digest() == afresh.update(ours.pool.refcounts, range(ours.pool.num_pages), ours.slots, everything)
+        everything = dict.fromkeys(ours.slots.values(), 0)
+        assert ours.digest() == afresh.update(ours.pool.refcounts, range(ours.pool.num_pages), everything)
 
     @invariant()
     def kv_is_the_kv_of_the_tokens(self) -> None:
