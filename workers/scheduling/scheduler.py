@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
@@ -32,7 +31,8 @@ class SchedulerLimits:
     """Turns that wait; more are refused with QueueFull."""
 
 
-class Work(NamedTuple):
+@dataclass(slots=True)
+class Work:
     """One turn's share of a step: compute tokens ``[start, start + count)``."""
 
     turn: Turn
