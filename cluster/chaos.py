@@ -65,7 +65,7 @@ class Report:
             "at": dict(self.moments),
             "turns": self.turns,
             "tokens": self.tokens,
-            "turns resumed at another router": self.resumed,
+            "turns gone on with after their stream broke": self.resumed,
             "turns with a token lost, repeated or changed": len(self.wrong),
             "what went wrong": self.wrong[:10],
             "pages leaked": self.pages_leaked,
@@ -194,6 +194,7 @@ class Chaos:
                 await asyncio.sleep(RETRY_PAUSE_S)
         if not calm:
             self.report.turns += 1
+            self.report.resumed += request.HasField("resume_from")
             self.report.tokens += len(tokens)
             self.report.longest_gaps.append(longest)
         return tokens
@@ -204,7 +205,6 @@ class Chaos:
         again.CopyFrom(request)
         if begun:
             again.resume_from = len(tokens)
-            self.report.resumed += not request.HasField("resume_from")
         else:
             again.ClearField("resume_from")
         return again
