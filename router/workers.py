@@ -74,8 +74,12 @@ class WorkerLink:
 
     def submit(self, submit: worker_pb2.Submit) -> TurnInbox:
         """Send a turn; its updates come into the inbox that is returned."""
-        inbox = self._inboxes[submit.turn_id] = TurnInbox()
-        self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
+        inbox = TurnInbox()
+        if self.alive:
+            self._inboxes[submit.turn_id] = inbox
+            self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
+        else:
+            inbox.put_nowait(None)  # lost since it was chosen: nobody would ever say so
         return inbox
 
     def abort(self, turn_id: str) -> None:

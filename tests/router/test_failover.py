@@ -76,6 +76,26 @@ async def test_idle_session_moves_at_its_next_turn(cluster: Harness) -> None:
         assert await stream_turn(stub, "storm") == expected
 
 
+async def test_worker_that_dies_while_the_turn_is_journaled_is_not_waited_for(cluster: Harness) -> None:
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        for session in ("calm", "storm"):
+            await stream_turn(stub, session)
+        expected = await stream_turn(stub, "calm")
+        gateway = cluster.router.gateway
+        link = gateway.link(gateway.sessions._sessions["storm"].record.worker)
+        begin_turn = gateway.journal.begin_turn
+
+        async def lose_and_begin(*turn: object) -> None:
+            await cluster.lose_worker(link.address.worker_id)
+            await cluster.announce()
+            await begin_turn(*turn)
+
+        gateway.journal.begin_turn = lose_and_begin
+        async with asyncio.timeout(20):
+            assert await stream_turn(stub, "storm") == expected
+
+
 async def test_no_worker_is_503_within_the_deadline_and_service_returns(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1, worker_wait_s=0.5) as cluster:
         async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:

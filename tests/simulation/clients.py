@@ -30,6 +30,8 @@ from tests.simulation.model import VOCABULARY, expected_output
 PATIENCE_S = 90.0
 """No turn may take longer, whatever happens: every wait inside has a deadline far below."""
 TOKEN_PATIENCE_S = 4.0
+HANG_S = 20.0
+"""Longer than a router waits for a token: one that waits for a worker that it has lost says so by then."""
 MAX_HISTORY = 60
 """Longer sessions are rewound: two turns more must fit the context."""
 RETRY = (QueueFull, SessionBusy, NoWorkerAvailable, JournalUnavailable, DeadlineExceeded, StaleEpoch)
@@ -169,6 +171,8 @@ class Client:
             turn.resumes = False
         except RETRY as error:
             self.cluster.trace(f"{turn.id} gets {error.code}: {error.message}")
+            if error.message.startswith("no token came"):
+                self.cluster.violated(f"L13: {turn.id}: {error.message}, and nobody went on with it")
             # The turn is not going on. What the journal has of it, the next attempt asks.
             turn.resumes = True
             await asyncio.sleep(self.rng.uniform(0.05, 0.5))
@@ -190,12 +194,16 @@ class Client:
         call = self._stub().Generate(request)
         how = f"resumes at {len(turn.seen)}" if turn.resumes else f"+{len(turn.input)} tokens, wants {turn.max_tokens}"
         self.cluster.trace(f"{turn.id}: {how}, by {call.down.source.name}")
+        patience_s = TOKEN_PATIENCE_S
         try:
             while True:
                 try:
-                    async with asyncio.timeout(TOKEN_PATIENCE_S):
+                    async with asyncio.timeout(patience_s):
                         chunk = await call.read()
                 except TimeoutError:
+                    if patience_s < HANG_S and self.cluster.waits_for_a_lost_worker(turn.id):
+                        patience_s = HANG_S  # leaving would hide it
+                        continue
                     turn.excused = True  # the router will see this client leave
                     raise RouterLost from None
                 except grpc.aio.AioRpcError as error:

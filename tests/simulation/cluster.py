@@ -223,6 +223,12 @@ class Cluster:
         self.violations: list[str] = []
         self.sessions_moved = 0
 
+    def waits_for_a_lost_worker(self, turn_id: str) -> bool:
+        """Whether a router holds a turn at a worker that it has lost."""
+        gateways = [router.gateway for router in self.routers if router.gateway is not None]
+        turns = [gateway.turns[turn_id] for gateway in gateways if turn_id in gateway.turns]
+        return any(turn.link is not None and not turn.link.alive for turn in turns)
+
     def violated(self, what: str) -> None:
         self.trace(f"VIOLATION {what}")
         self.violations.append(what)
