@@ -134,7 +134,7 @@ class Scheduler:
         return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
-        slots = self.cache.slots
+        slots = self.cache.slots  # for what ``_todo`` and ``_work`` say: most steps are this, for every turn
         decodes = [t for t in self.running.values() if len(t.tokens) - slots[t.session_id].committed_len == 1]
         decodes.sort(key=attrgetter("arrival"))
         while decodes:
