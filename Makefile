@@ -23,7 +23,7 @@ serve: $(VENV)/installed  ## the demo's cluster, kept running
 
 # Two at a time, and those on Ray one after another (tests/conftest.py): clusters mostly wait.
 test: $(VENV)/installed lint  ## set up, lint, and run every test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -61,8 +61,9 @@ class Config(BaseModel):
     tombstone_retention_s: float = Field(
         TOMBSTONE_RETENTION_S, ge=60, description="how long a released session's id stays gone"
     )
-    max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024, description="size of a request; a larger one gets 413")
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="size of a request; a larger one gets 413")
     turn_deadline_s: float = Field(3600.0, gt=0, description="how long a turn may take altogether before 504")
+    max_failovers: int = Field(4, ge=0, description="workers that a turn may lose with no token between, before 500")
     max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait on one session; more get 429")
     worker_lease_s: float = Field(2.0, gt=0.5, description="silence after which a worker is taken for dead")
     worker_wait_s: float = Field(20.0, gt=0, description="wait for a live worker before 503")
@@ -117,6 +118,7 @@ class Config(BaseModel):
             tombstone_retention_s=self.tombstone_retention_s,
             max_message_bytes=self.max_message_bytes,
             turn_deadline_s=self.turn_deadline_s,
+            max_failovers=self.max_failovers,
             max_queued_turns_per_session=self.max_queued_turns_per_session,
             worker_lease_s=self.worker_lease_s,
             worker_wait_s=self.worker_wait_s,

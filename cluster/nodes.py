@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,17 @@ from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 10.0
+
+
+def prepare_environment() -> None:
+    """Set what a Ray node reads from the environment when it starts, unless the user has.
+
+    Ray gives its workers a niceness of 15: whatever else computes on the machine would starve ranks and
+    routers, and who does not run within a lease is taken for dead.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray warns that it will stop hiding GPUs from actors that ask for none; the new way is wanted.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def workers_on(workers: list[dict[str, Any]], node: str) -> list[str]:
@@ -37,6 +49,7 @@ def serve_node(address: str, ray_options: list[str], drain: Callable[[str], None
     Returns the node's exit code: 0 if it was told to go.
     """
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={address}", *ray_options]
+    prepare_environment()
     told: list[int] = []
     # A session of its own: what the terminal or the service manager sends is for us first.
     process = subprocess.Popen(command, start_new_session=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import Any
 
 import ray
 
 from cluster.config import Config
+from cluster.nodes import prepare_environment
 from cluster.router_process import RouterProcess
 from cluster.supervisor import Supervisor
 from cluster.worker_group import WorkerGroup
@@ -25,8 +25,7 @@ STOP_TIMEOUT_S = 5.0
 
 def connect(config: Config) -> None:
     """Join the Ray cluster of ``config.address``, or start one on this machine. Raises ConfigError."""
-    # Ray warns that it will stop hiding GPUs from actors that ask for none; the new way is wanted.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    prepare_environment()
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
     if config.address is not None:
         if config.address.startswith((LOOPBACK, "localhost")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 
 import psutil
 import ray
@@ -22,6 +23,10 @@ class RouterActor:
 
     async def start(self, workers: list[WorkerAddress]) -> tuple[int, int]:
         """Serve; returns the HTTP and the gRPC port."""
+        # transformers would import torch where it finds it: 270 MB and more time than all the rest of a
+        # start takes, for a process that computes nothing.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
         # Not at the top: the tokenizer's imports are the router's process's alone.
         from router.app import RouterServer
 

@@ -24,6 +24,7 @@ from holdfast.errors import ConfigError, HoldfastError, InvalidRequest, NoWorker
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.config import RouterConfig
+from router.fields import refuse_what_is_no_text
 from router.gateway import Gateway
 from router.grpc_api import SessionServer
 from router.http_common import LimitedBody, error_response, tenant_of
@@ -49,7 +50,8 @@ def http_app(gateway: Gateway, grpc_address: Callable[[], str]) -> FastAPI:
         if request.url.path not in OPEN_PATHS:
             tenant_of(gateway.config.api_keys, request.headers.get("authorization"))
 
-    app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
+    dependencies = [Depends(authenticate), Depends(refuse_what_is_no_text)]
+    app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
     app.add_middleware(LimitedBody, max_bytes=gateway.config.max_message_bytes)
     app.include_router(openai_routes(gateway))
     app.include_router(responses_routes(gateway))

@@ -32,8 +32,9 @@ class RouterConfig:
     """Sessions that a tenant may have open; more get 429."""
     tombstone_retention_s: float = TOMBSTONE_RETENTION_S
     """How long a released session's id stays gone."""
-    max_message_bytes: int = 64 * 1024 * 1024
-    """A request's size; a larger one gets 413 (gRPC: RESOURCE_EXHAUSTED). A million tokens are 4 MB."""
+    max_message_bytes: int = 16 * 1024 * 1024
+    """A request's size; a larger one gets 413 (gRPC: RESOURCE_EXHAUSTED). A million tokens are 4 MB, as JSON
+    about 7. Numbers in 16 MB of JSON take over a second to read, in which nothing else of the router runs."""
     turn_deadline_s: float = 3600.0
     """How long a turn may take altogether before it gets 504."""
     max_queued_turns_per_session: int = 16
@@ -44,6 +45,9 @@ class RouterConfig:
     """How long a turn waits for some worker to live before it gets 503: about a worker's restart."""
     token_timeout_s: float = 120.0
     """How long a turn waits for its next token, queueing included, before it gets 504."""
+    max_failovers: int = 4
+    """Workers that a turn may lose one after another, with no token from it between; then it gets 500. It
+    may be what ends them, and would end all there are."""
     control_timeout_s: float = 10.0
     """Deadline of Release, FreeTail, Fork and Audit calls to a worker."""
     handover_timeout_s: float = 60.0

@@ -27,6 +27,7 @@ from holdfast.errors import (
     SessionNotFound,
     SessionReleased,
     StaleEpoch,
+    TurnFailed,
 )
 from holdfast.v1 import session_pb2, worker_pb2
 from holdfast.wire import error_from_code
@@ -185,12 +186,12 @@ class Gateway:
 
     def _shown_again(self, turn: LiveTurn, start: int, finish: str) -> TurnChunk:
         """What a client has not seen of a turn that has ended."""
-        output, stops = self.codec.stream(turn.request.sampling.stop), turn.request.sampling.stop
+        sampling = turn.request.sampling
+        output = self.codec.stream(sampling.stop, sampling.min_tokens)
         tokens = turn.tokens[turn.prompt_len :]
         output.push(tokens[:start])
         text = output.push(tokens[start:])
-        whole = self.codec.decode(tokens)
-        text += output.finish(next((stop for stop in stops if finish == "stop" and stop in whole), None))
+        text += output.finish(output.stopped_by if finish == "stop" else None)
         return TurnChunk(turn.prompt_len, index=start, tokens=list(tokens[start:]), text=text, finish_reason=finish)
 
     async def _run_live(
@@ -267,7 +268,7 @@ class Gateway:
 
     async def _relay(self, turn: LiveTurn, *, resumed_at: int | None = None) -> AsyncGenerator[TurnChunk, None]:
         request, started = turn.request, time.monotonic()
-        output = self.codec.stream(request.sampling.stop)
+        output = self.codec.stream(request.sampling.stop, request.sampling.min_tokens)
         if resumed_at is None:
             await self._begin(turn)
         else:
@@ -286,6 +287,9 @@ class Gateway:
             if update is None:
                 if request.turn_id in self._aborted:
                     continue
+                turn.num_lost += 1
+                if turn.num_lost > self.config.max_failovers:
+                    raise TurnFailed(f"{turn.num_lost} workers were lost under the turn, with no token from it between")
                 inbox = await self.dispatch.fail_over(turn)
                 continue
             if update.needs_history:
@@ -314,6 +318,7 @@ class Gateway:
                 self.metrics.failover.labels("first_token").observe(now - turn.resubmitted_at)
                 turn.resubmitted_at = None
             if chunk.tokens:
+                turn.num_lost = 0
                 self.metrics.saw_tokens(len(chunk.tokens), now - (last_token_at or started), last_token_at is None)
                 last_token_at = now
             if chunk.finish_reason:

@@ -11,8 +11,10 @@ import grpc
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import abort_with, answers_errors
+from router.fields import check_name, check_sampling
 from router.gateway import Gateway
 from router.http_common import tenant_of
+from router.inputs import encode
 from router.journal import SessionRecord
 from router.sessions import Session
 from router.turns import TurnChunk, TurnRequest
@@ -40,6 +42,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
 
     @answers_errors
     async def Open(self, request: session_pb2.OpenRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
+        check_name("session_id", request.session_id)
         return self._message(await self._gateway.control.open_session(request.session_id, self._tenant(context)))
 
     async def Generate(
@@ -68,7 +71,9 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     def _stream(self, request: session_pb2.GenerateRequest, tenant: str) -> AsyncIterator[TurnChunk]:
         if request.HasField("resume_from"):
             return self._gateway.resume(request.session_id, tenant, request.request_id, request.resume_from)
-        _check(request.sampling)
+        check_name("session_id", request.session_id)
+        check_name("request_id", request.request_id)
+        check_sampling(request.sampling)
         turn = TurnRequest(
             tenant=tenant,
             prepare=partial(_prepare, self._gateway, request),
@@ -83,6 +88,8 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     async def Release(
         self, request: session_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> session_pb2.ReleaseResponse:
+        if request.mode not in session_pb2.ReleaseMode.values():
+            raise InvalidRequest(f"mode: {request.mode} is not a ReleaseMode")
         freed = await self._gateway.control.release(request.session_id, self._tenant(context), request.mode)
         return session_pb2.ReleaseResponse(pages_freed=freed)
 
@@ -97,6 +104,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     async def Fork(self, request: session_pb2.ForkRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
         at_len = request.at_len if request.HasField("at_len") else None
         tenant = self._tenant(context)
+        check_name("child_id", request.child_id)
         return self._message(await self._gateway.control.fork(request.session_id, tenant, request.child_id, at_len))
 
     @answers_errors
@@ -122,20 +130,4 @@ async def _prepare(
         keep_len = request.rewind_to
     if request.WhichOneof("input") == "tokens":
         return keep_len, array("i", request.tokens.ids)
-    return keep_len, array("i", gateway.codec.encode(request.text, special=keep_len == 0))
-
-
-def _check(s: session_pb2.Sampling) -> None:
-    ranges = {
-        "temperature": s.temperature >= 0,
-        "top_k": s.top_k >= 0,
-        "top_p": not s.HasField("top_p") or 0 < s.top_p <= 1,
-        "min_p": 0 <= s.min_p <= 1,
-        "repetition_penalty": not s.HasField("repetition_penalty") or s.repetition_penalty > 0,
-        "max_tokens": not s.HasField("max_tokens") or s.max_tokens >= 1,
-        "min_tokens": s.min_tokens >= 0,
-        "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= 20,
-    }
-    for name, valid in ranges.items():
-        if not valid:
-            raise InvalidRequest(f"sampling.{name}: {getattr(s, name)} is out of range")
+    return keep_len, await encode(gateway, request.text, special=keep_len == 0)

@@ -63,8 +63,9 @@ class Journal(Protocol):
 
         Another router's later writes to it are stale; a turn that was left open, by a dead router or by
         ``leave_turn``, is rolled back.
-        Raises SessionBusy while a living router runs a turn on it, SessionNotFound (also for another
-        tenant's, or if it is not to be created), SessionReleased, TooManySessions.
+        Raises SessionBusy while a living router runs a turn on it, SessionNotFound if it is not to be created
+        (also for another tenant's), SessionExists if it is and is another tenant's, SessionReleased,
+        TooManySessions.
         """
 
     async def load(self, session_id: str, tenant: str) -> SessionRecord:

@@ -8,63 +8,77 @@ from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
+from router.fields import (
+    MAX_TOP_LOGPROBS,
+    Count,
+    Int32,
+    Int64,
+    Name,
+    OpenAIBody,
+    Penalty,
+    RepetitionPenalty,
+    SessionHeader,
+    Stops,
+    StopTokens,
+    Temperature,
+    TokenId,
+    refuse_unsupported,
+)
 from router.gateway import Gateway
 from router.http_common import SSE, collect, error_response, first_chunk, tenant_of, until_disconnect
-from router.sessions import Session
+from router.inputs import prepare_text, prepare_tokens
 from router.turns import Prepare, TurnChunk, TurnRequest
-
-MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Generation(BaseModel):
-    """Parameters that both endpoints share. Unknown ones are ignored, as OpenAI's clients expect."""
+class _Generation(OpenAIBody):
+    """Parameters that both endpoints share."""
 
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    max_tokens: Count | None = None
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=-1)
+    top_k: Int32 = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    min_tokens: int = Field(0, ge=0)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Int64 | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens = Field(default_factory=list)
+    min_tokens: Int32 = Field(0, ge=0)
     ignore_eos: bool = False
-    prompt_cache_key: str = ""
+    prompt_cache_key: Name = ""
     logit_bias: dict[str, float] | None = None
     tools: list[Any] | None = None
+    functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> _Generation:
-        refused = {
-            "n": self.n != 1,
-            "logit_bias": bool(self.logit_bias),
-            "tools": bool(self.tools),
-            "response_format": bool(self.response_format) and self.response_format != {"type": "text"},
-        }
-        for name, given in refused.items():
-            if given:
-                raise ValueError(f"{name} is not supported")
-        if isinstance(self.stop, list) and len(self.stop) > 16:
-            raise ValueError("stop: at most 16 strings")
+        text_only = self.response_format in (None, {"type": "text"})
+        refuse_unsupported(
+            {
+                "n": self.n != 1,
+                "logit_bias": bool(self.logit_bias),
+                "tools": bool(self.tools),
+                "functions": bool(self.functions),
+                "response_format": not text_only,
+            }
+        )
         return self
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
@@ -89,15 +103,23 @@ class _Generation(BaseModel):
 
 class ChatRequest(_Generation):
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class CompletionRequest(_Generation):
-    prompt: str | list[int] | list[str]
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: str | list[TokenId] | list[str]
+    max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+    suffix: str = ""
+    best_of: int = 1
+
+    @model_validator(mode="after")
+    def _refuse_other_texts(self) -> CompletionRequest:
+        refuse_unsupported({"echo": self.echo, "suffix": bool(self.suffix), "best_of": self.best_of != 1})
+        return self
 
 
 def openai_routes(gateway: Gateway) -> APIRouter:
@@ -165,14 +187,14 @@ def openai_routes(gateway: Gateway) -> APIRouter:
         return head | {"object": kind.name, "choices": [choice], "usage": usage_of(total, len(total.tokens))}
 
     @routes.post("/v1/chat/completions")
-    async def chat(http: Request, body: ChatRequest, x_session_id: str = Header("")) -> Any:
+    async def chat(http: Request, body: ChatRequest, x_session_id: SessionHeader = "") -> Any:
         text = gateway.codec.render_chat([_plain(message) for message in body.messages])
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         sampling = body.sampling(body.top_logprobs if body.logprobs else None)
         return await answer(http, body, CHAT, prepare_text(gateway, text, special=False), sampling, x_session_id)
 
     @routes.post("/v1/completions")
-    async def complete(http: Request, body: CompletionRequest, x_session_id: str = Header("")) -> Any:
+    async def complete(http: Request, body: CompletionRequest, x_session_id: SessionHeader = "") -> Any:
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -197,33 +219,6 @@ def last_event(http: Request) -> tuple[str, int]:
 
 
 # ---- input ---------------------------------------------------------------------------------------
-
-
-def prepare_text(gateway: Gateway, text: str, *, special: bool) -> Prepare:
-    """The request carries the whole history as text: keep what the session has of it, add the rest."""
-
-    async def prepare(session: Session | None) -> tuple[int, array[int]]:
-        codec = gateway.codec
-        if session is None:
-            return 0, array("i", codec.encode(text, special=special))
-        keep_len, added = codec.continue_session(session.tokens, session.text(codec.decode), text, special=special)
-        return keep_len, array("i", added)
-
-    return prepare
-
-
-def prepare_tokens(ids: array[int]) -> Prepare:
-    """The same for a history of token ids."""
-
-    async def prepare(session: Session | None) -> tuple[int, array[int]]:
-        keep_len = 0
-        if session is not None:
-            known = session.tokens
-            shorter = min(len(known), len(ids))
-            keep_len = next((i for i in range(shorter) if known[i] != ids[i]), shorter)
-        return keep_len, ids[keep_len:]
-
-    return prepare
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

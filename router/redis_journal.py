@@ -108,6 +108,9 @@ if create == '1' and redis.call('EXISTS', hash) == 0 then
   if full(ARGV[6]) then return full(ARGV[6]) end
   make(tenant, '', 0, router)
 end
+if create == '1' and redis.call('HGET', hash, 'tenant') ~= tenant then
+  return {'session_exists', 'session ' .. id .. " is somebody else's; choose another id"}
+end
 local r, err = of_tenant(tenant)
 if not r then return err end
 err = own(r, router, lease)
@@ -431,12 +434,13 @@ class RedisJournal:
 
 
 def _keys(session_id: str, tenant: str) -> tuple[str, ...]:
-    name = f"{PREFIX}session:{session_id}"
-    return (name, f"{name}:tokens", f"{name}:turn", f"{PREFIX}tenant:{tenant}")
+    # A session's name comes last: whatever its client calls it, it is no other key of another session.
+    kinds = ("state", "tokens", "turn")
+    return (*(f"{PREFIX}{kind}:{session_id}" for kind in kinds), f"{PREFIX}tenant:{tenant}")
 
 
 def _objects(tenant: str) -> tuple[str, str]:
-    return (f"{PREFIX}objects:{tenant}", f"{PREFIX}objects:{tenant}:keys")
+    return (f"{PREFIX}objects:{tenant}", f"{PREFIX}object-keys:{tenant}")
 
 
 def _record(session_id: str, tenant: str, answer: list[Any]) -> SessionRecord:

@@ -35,7 +35,7 @@ from holdfast.errors import (
 from holdfast.v1 import session_pb2
 from router.conversations import Conversations, item_objects, release_session
 from router.gateway import Gateway
-from router.openai_api import prepare_text
+from router.inputs import prepare_text
 from router.sessions import Session
 from router.turns import TurnChunk, TurnRequest
 
@@ -214,7 +214,7 @@ class Responses:
                 raise _MovedOn("the session has gone on")
         messages = await self.history(response, tenant)
         if response.instructions:
-            messages = [{"role": "system", "content": response.instructions}, *messages]
+            messages = [{"role": "system", "content": [{"text": response.instructions}]}, *messages]
         text = self._gateway.codec.render_chat([message_of(item) for item in messages])
         return await prepare_text(self._gateway, text, special=False)(session)
 

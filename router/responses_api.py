@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
+from router.fields import Count, Int64, OpenAIBody, Temperature, refuse_unsupported
 from router.gateway import Gateway
 from router.http_common import SSE, collect, first_chunk, tenant_of, until_disconnect
 from router.responses import Responses, StoredResponse, output_items
@@ -51,9 +52,7 @@ class ConversationRef(BaseModel):
     id: str
 
 
-class ResponseRequest(BaseModel):
-    """Parameters that are not named are ignored, as OpenAI's clients expect."""
-
+class ResponseRequest(OpenAIBody):
     model: str = ""
     input: str | list[InputItem] = Field(min_length=1)
     instructions: str | None = None
@@ -62,10 +61,10 @@ class ResponseRequest(BaseModel):
     store: bool = True
     background: bool = False
     stream: bool = False
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    max_output_tokens: Count | None = None
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Int64 | None = None
     ignore_eos: bool = False
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     tools: list[Any] | None = None
@@ -75,15 +74,14 @@ class ResponseRequest(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponseRequest:
-        refused = {
-            "tools": bool(self.tools),
-            "include": bool(self.include),
-            "text.format": (self.text or {}).get("format", {"type": "text"}) != {"type": "text"},
-            "truncation: auto": self.truncation == "auto",
-        }
-        for name, given in refused.items():
-            if given:
-                raise ValueError(f"{name} is not supported")
+        refuse_unsupported(
+            {
+                "tools": bool(self.tools),
+                "include": bool(self.include),
+                "text.format": (self.text or {}).get("format", {"type": "text"}) != {"type": "text"},
+                "truncation: auto": self.truncation == "auto",
+            }
+        )
         if self.previous_response_id and self.conversation:
             raise ValueError("give one of previous_response_id and conversation")
         if self.background and not self.store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import zlib
 from array import array
@@ -17,6 +18,8 @@ from router.journal import Journal, SessionRecord
 T = TypeVar("T")
 BUSY_POLL_S = 0.05
 """Between looks at a session whose turn runs on another router."""
+RACE_PAUSE_S = 0.005
+"""Random, up to this: two routers that race for a session must not keep step."""
 MAX_SESSIONS_IN_MEMORY = 4096
 """Idle sessions beyond it are read from the journal again when they come back."""
 
@@ -29,7 +32,8 @@ class Session:
         self.busy = False
         self.waiters: list[asyncio.Future[None]] = []
         self.running_turn: str = ""
-        self._text: str | None = None
+        self.text: str | None = None
+        """The tokens' text, special tokens spelled out; None while nobody asked for it."""
 
     @property
     def session_id(self) -> str:
@@ -42,23 +46,17 @@ class Session:
     def renew(self, record: SessionRecord) -> None:
         """It is something else now: the journal says so."""
         self.record = record
-        self._text = None
-
-    def text(self, decode: object) -> str:
-        """The tokens' text, special tokens spelled out; decoded once and kept."""
-        if self._text is None:
-            self._text = decode(self.tokens)  # type: ignore[operator]
-        return self._text
+        self.text = None
 
     def cut(self, keep_len: int) -> None:
         if keep_len < len(self.tokens):
             del self.tokens[keep_len:]
-            self._text = None
+            self.text = None
 
     def extend(self, ids: array[int], text: str | None) -> None:
         """``ids`` were added; ``text`` is theirs, if the caller has it."""
         self.tokens.extend(ids)
-        self._text = self._text + text if self._text is not None and text is not None else None
+        self.text = self.text + text if self.text is not None and text is not None else None
 
     def prefix_crc(self, length: int) -> int:
         return zlib.crc32(self.tokens[:length])
@@ -108,15 +106,23 @@ class Sessions:
         """What ``attempt`` gives for the session as it is now.
 
         It is tried on what this router knows. If that fails as it may when another router has had the
-        session since, the session is taken again, and it is tried once more: no look at the journal
-        for the turns, which are nearly all, that stay with their router.
+        session since, the session is taken again, and it is tried again: no look at the journal for the
+        turns, which are nearly all, that stay with their router. Another may take it in turn before the
+        attempt has got anywhere; whoever has it last wins. Raises what the attempt raises where nobody
+        else had the session, and SessionBusy where others had it all through ``busy_wait_s``.
         """
-        try:
-            return await attempt()
-        except (StaleEpoch, InvalidRequest):
-            record = session.record
-            session.renew(await self._take(record.session_id, record.tenant, create=False, queue=queue))
-            return await attempt()
+        deadline, known, pause_s = time.monotonic() + self._busy_wait_s, session.record, 0.0
+        while True:
+            try:
+                return await attempt()
+            except (StaleEpoch, InvalidRequest):
+                await asyncio.sleep(random.uniform(0, pause_s))
+                session.renew(await self._take(known.session_id, known.tenant, create=False, queue=queue))
+            if session.record.epoch == known.epoch:
+                return await attempt()
+            if time.monotonic() > deadline:
+                raise SessionBusy(f"session {known.session_id} is taken again and again by other routers")
+            known, pause_s = session.record, RACE_PAUSE_S
 
     async def _take(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> SessionRecord:
         deadline = time.monotonic() + self._busy_wait_s

@@ -22,8 +22,22 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
 from holdfast.v1 import session_pb2
+from router.fields import (
+    MAX_TOP_LOGPROBS,
+    Count,
+    Int32,
+    Int64,
+    Name,
+    Penalty,
+    RepetitionPenalty,
+    Stops,
+    StopTokens,
+    Temperature,
+    TokenId,
+)
 from router.gateway import Gateway
 from router.http_common import collect, first_chunk, tenant_of, until_disconnect
+from router.inputs import encode
 from router.sessions import Session
 from router.sglang_sessions import BranchingSessions, SessionParams
 from router.turns import TurnChunk, TurnRequest
@@ -34,40 +48,40 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class SamplingBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    max_new_tokens: int | None = Field(DEFAULT_MAX_NEW_TOKENS, ge=1)
-    min_new_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0.0)
+    max_new_tokens: Count | None = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Int32 = Field(0, ge=0)
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(-1, ge=-1)
+    top_k: Int32 = Field(-1, ge=-1)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool = False
-    sampling_seed: int | None = None
+    sampling_seed: Int64 | None = None
 
 
 class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: list[TokenId] | None = None
     sampling_params: SamplingBody = SamplingBody()
     session_params: SessionParams | None = None
-    rid: str | None = None
+    rid: Name | None = None
     stream: bool = False
     return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = Field(0, ge=0, le=20)
+    logprob_start_len: Int32 = -1
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class OpenSessionBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     capacity_of_str_len: int = 0
-    session_id: str | None = None
+    session_id: Name | None = None
     streaming: bool | None = None
 
 
@@ -163,9 +177,9 @@ def _check_streaming(params: SessionParams | None) -> None:
             raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
 
 
-def _input_ids(gateway: Gateway, body: GenerateBody, num_before: int) -> array[int]:
+async def _input_ids(gateway: Gateway, body: GenerateBody, num_before: int) -> array[int]:
     if body.input_ids is None:
-        return array("i", gateway.codec.encode(body.text or "", special=num_before == 0))
+        return await encode(gateway, body.text or "", special=num_before == 0)
     ids = array("i", body.input_ids)
     # Clients tokenize each input by itself: what comes later does not begin the sequence again.
     return ids[1:] if num_before and ids and ids[0] == gateway.codec.bos_id else ids
@@ -179,7 +193,7 @@ def _turn_request(gateway: Gateway, body: GenerateBody, tenant: str) -> TurnRequ
 
     async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = len(session.tokens) if session else 0
-        return keep_len, _input_ids(gateway, body, keep_len)
+        return keep_len, await _input_ids(gateway, body, keep_len)
 
     request = TurnRequest(
         tenant=tenant,

@@ -7,14 +7,15 @@ shares the pages up to where it leaves. So no request ever cuts what another may
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
 from holdfast.errors import InvalidRequest, SessionBusy, SessionExists, SessionNotFound
+from router.fields import Int32, Name
 from router.gateway import Gateway
 from router.sessions import Session
 from router.turns import TurnChunk, TurnRequest
@@ -32,10 +33,10 @@ class Node(BaseModel):
 class SessionParams(BaseModel):
     """``session_params`` of a request, as SGLang documents them."""
 
-    id: str | None = None
-    rid: str | None = None
+    id: Name | None = None
+    rid: Name | None = None
     """The request to go on from; none: from nothing."""
-    offset: int | None = None
+    offset: Int32 | None = None
     """How much of that request's sequence to keep; none or 0: all of it."""
     replace: bool | None = None
     """Forget what went on from it before."""
@@ -68,7 +69,7 @@ class BranchingSessions:
         await self._journal.delete_objects(tenant, [_key("tree", session_id)])
 
     async def run(
-        self, request: TurnRequest, params: SessionParams, ids_after: Callable[[int], Any]
+        self, request: TurnRequest, params: SessionParams, ids_after: Callable[[int], Awaitable[array[int]]]
     ) -> AsyncIterator[TurnChunk]:
         """Run a request of the tree; ``ids_after`` gives its input, told how many tokens come before it.
 
@@ -83,12 +84,12 @@ class BranchingSessions:
         if parent is not None and not goes_on:
             await self._branch(parent, tenant, own_branch, keep_len)
 
-        async def prepare(session: Session | None) -> tuple[int, Any]:
+        async def prepare(session: Session | None) -> tuple[int, array[int]]:
             if goes_on and request.session_id != own_branch and not params.replace:
                 head = await self._journal.get_object(tenant, f"head/{request.session_id}")
                 if head != (params.rid or "").encode():
                     raise _MovedOn("another request went on from there")
-            return keep_len, ids_after(keep_len)
+            return keep_len, await ids_after(keep_len)
 
         request.prepare = prepare
         try:

@@ -223,7 +223,9 @@ class SqliteJournal:
         self._db.execute("DELETE FROM routers WHERE router = ? OR expires < ?", (self.router, time.time()))
 
     def _take(self, session_id: str, tenant: str, create: bool) -> SessionRecord:
-        known = self._db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        known = self._db.execute("SELECT tenant FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        if create and known and known[0] != tenant:
+            raise SessionExists(f"session {session_id} is somebody else's; choose another id")
         if create and not known:
             self._refuse_too_many(tenant)
             self._db.execute(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
+from holdfast.detokenizer import Detokenizer
 from holdfast.errors import InvalidRequest, UnsupportedModel
 
 
@@ -23,6 +23,8 @@ class TextCodec:
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         self._backend = self._tokenizer.backend_tokenizer
         self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.longest_token = max(map(len, self._backend.get_vocab()))
+        """In characters. A token stands for as many of a text at most."""
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -45,8 +47,8 @@ class TextCodec:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {error}") from None
         return text
 
-    def stream(self, stops: Sequence[str] = ()) -> OutputText:
-        return OutputText(self._backend, stops)
+    def stream(self, stops: Sequence[str] = (), min_tokens: int = 0) -> OutputText:
+        return OutputText(self._backend, stops, min_tokens)
 
     def continue_session(
         self, known: array[int], known_text: str, text: str, *, special: bool
@@ -70,21 +72,34 @@ class TextCodec:
 
 
 class OutputText:
-    """A turn's output as text, token by token. Holds back what may be the start of a stop string."""
+    """A turn's output as text, token by token. Holds back what may be the start of a stop string.
 
-    def __init__(self, backend: Any, stops: Sequence[str]) -> None:
-        self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+    What the first ``min_tokens`` say is text whatever it is, as it is for the worker that looks for stops.
+    """
+
+    def __init__(self, backend: Any, stops: Sequence[str], min_tokens: int) -> None:
+        self._detokenizer = Detokenizer(backend)
         self._stops = tuple(stops)
+        self._num_free = min_tokens
         self._held = ""
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that may be shown after ``tokens``."""
+        shown = ""
         for token in tokens:
-            self._held += self._stream.step(self._backend, token) or ""
+            self._held += self._detokenizer.push(token)
+            if self._num_free:
+                self._num_free -= 1
+                shown += self._show(self._held)
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        return self._show(self._held[: len(self._held) - keep])
+        return shown + self._show(self._held[: len(self._held) - keep])
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that came first, if one did."""
+        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        return min(found)[1] if found else None
 
     def finish(self, matched: str | None) -> str:
         """The rest of the text; up to the stop string, if one ended the turn."""

@@ -67,6 +67,8 @@ class LiveTurn:
     cached_len: int | None = None
     overdue: bool = False
     """Its deadline passed while its client did not read."""
+    num_lost: int = 0
+    """Workers that were lost under it since its last token."""
     resubmitted_at: float | None = None
     """When the turn was sent to another worker, until its next token came."""
 

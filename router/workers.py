@@ -20,6 +20,8 @@ from router.placement import WorkerView
 
 log = logging.getLogger("holdfast.router")
 RECONNECT_PAUSE_S = 0.1
+LINK_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+"""No connection is shared between channels: a new one connects anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,9 @@ class WorkerLink:
         self.stats = worker_pb2.WorkerStats()
         self._lease_s = lease_s
         self._on_attached = on_attached
-        self._channel = grpc.aio.insecure_channel(address.address, options=CHANNEL_OPTIONS)
-        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._connect()
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._inboxes: dict[str, TurnInbox] = {}
-        self._closed = False
         self._num_heard = 0
         self.ready = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -161,18 +161,21 @@ class WorkerLink:
         except asyncio.CancelledError:
             # A channel that is closed cancels its calls, as if their callers had been cancelled.
             task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
-                raise NoWorkerAvailable(f"worker {self.name} is gone") from None
+            if task is not None and not task.cancelling():
+                raise NoWorkerAvailable(f"worker {self.name} is lost") from None
             raise
 
     async def close(self) -> None:
-        self._closed = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._drop_turns()
         await self._channel.close()
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self.address.address, options=LINK_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def _run(self) -> None:
         while True:
@@ -183,8 +186,16 @@ class WorkerLink:
                 reason = f"{error.code().name}: {error.details()}"
             except TimeoutError:
                 reason = f"silent for {self._lease_s} s"
+            except Exception as error:
+                # Without this task the worker would be out of this router's reach for good.
+                reason = repr(error)
             self._lose(reason)
             await asyncio.sleep(RECONNECT_PAUSE_S)
+            # After a cut, the old connection would wait for its next retransmission, or for the end of a
+            # back-off, about as long as the cut has lasted.
+            old = self._channel
+            self._connect()
+            await old.close()
 
     async def _attach(self) -> None:
         outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()

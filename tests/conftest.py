@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-TESTS = Path(__file__).parent
-ON_RAY = ("chaos", "cluster")
+from cluster.nodes import prepare_environment
+
+ON_RAY = ("tests/chaos/", "tests/cluster/")
 """Folders whose tests start clusters: two at once would be too much for two cores."""
 
 
@@ -15,8 +17,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--schedules", type=int, default=40, help="random schedules to play on one rank and on two")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure() -> None:
+    prepare_environment()  # for the Ray nodes that tests start by themselves
+
+
+class _Groups(LoadScopeScheduling):  # type: ignore[misc]
     """What runs in one process where tests are spread over several: a file's tests, and all those on Ray."""
-    for item in items:
-        name = item.path.relative_to(TESTS)
-        item.add_marker(pytest.mark.xdist_group("ray" if name.parts[0] in ON_RAY else str(name)))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith(ON_RAY) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _Groups(config, log)

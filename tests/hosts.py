@@ -77,6 +77,8 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
         yield f"{net}.1", made
     finally:
         for host in made:
-            subprocess.run(["ip", "netns", "del", host.space], check=False, capture_output=True)
+            # The kernel takes a namespace's cables along, but some time after: the names are free now.
+            for words in (["link", "del", host.link], ["netns", "del", host.space]):
+                subprocess.run(["ip", *words], check=False, capture_output=True)
             shutil.rmtree(NETNS / host.space, ignore_errors=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)

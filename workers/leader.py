@@ -378,6 +378,8 @@ class Leader:
         new = submission.tokens
         if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
             raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
+        if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}")
         turn = Turn(
             turn_id=submission.turn_id,
             session_id=submission.session_id,
@@ -391,6 +393,7 @@ class Leader:
         if turn.num_output and (over := self._over(turn)) is not None:
             # Sent again when only its end was not told: there is nothing to compute.
             self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, finish=over)
+            self._stop_strings.forget(turn)
             return turn
         self.scheduler.submit(turn)
         if not submission.ephemeral:

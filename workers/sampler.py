@@ -8,6 +8,7 @@ drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,15 +93,19 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _penalize(logits: Tensor, row: SamplingRow) -> None:
-    p, device = row.params, logits.device
+    p, device, vocab_size = row.params, logits.device, logits.shape[-1]
+    # Copied as bytes: a list of a long session's tokens costs more than a step does.
+    tokens = torch.frombuffer(array("i", row.tokens), dtype=torch.int32).to(device, torch.int64)
     if p.repetition_penalty != 1.0:
-        seen = torch.tensor(list(set(row.tokens)), device=device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = torch.tensor(list(row.tokens[row.prompt_len :]), dtype=torch.int64, device=device)
-    if len(output) and (p.presence_penalty or p.frequency_penalty):
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= p.presence_penalty + p.frequency_penalty * counts.float()
+        seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        seen[tokens] = True
+        penalized = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)
+        logits.copy_(torch.where(seen, penalized, logits))
+    if p.presence_penalty or p.frequency_penalty:
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        output = tokens[row.prompt_len :]
+        counts.index_add_(0, output, torch.ones_like(output))
+        logits -= torch.where(counts > 0, p.presence_penalty + p.frequency_penalty * counts.float(), 0.0)
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -113,8 +118,9 @@ def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
         ordered = ordered.masked_fill(dropped, -torch.inf)
         top_p = torch.tensor([[p.top_p] for p in params], device=device)
         probs = ordered.softmax(dim=-1)
-        # A token stays if those before it have not reached top_p yet: the first always does.
-        dropped |= (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
+        # A token stays if those before it have not reached top_p yet. The first always does, also where
+        # top_p is nothing in fp32.
+        dropped[:, 1:] |= ((probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0))[:, 1:]
         logits.scatter_(1, order, ordered.masked_fill(dropped, -torch.inf))
     if any(p.min_p > 0.0 for p in params):
         min_p = torch.tensor([[p.min_p] for p in params], device=device)

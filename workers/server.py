@@ -34,6 +34,8 @@ log = logging.getLogger("holdfast.worker")
 T = TypeVar("T")
 BEAT_INTERVAL_S = 0.25
 """Several beats fit into a router's lease (2 s), so that one late beat is not a death."""
+MIN_TEMPERATURE = 1e-5
+"""A lower one is greedy: logits divided by it would overflow."""
 DRAIN_POLL_S = 0.02
 STOP_DELAY_S = 0.05
 """For the answer to get out before the process ends."""
@@ -350,7 +352,8 @@ def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
         return getattr(s, name) if s.HasField(name) else default
 
     return SamplingParams(
-        temperature=s.temperature,
+        # Below that fp32 logits overflow, and no second token has any chance.
+        temperature=s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0,
         top_k=s.top_k,
         top_p=given("top_p", 1.0),
         min_p=s.min_p,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
+from holdfast.detokenizer import Detokenizer
 from workers.scheduling import Finish, Turn
 
 
@@ -15,13 +15,13 @@ from workers.scheduling import Finish, Turn
 class _StopText:
     """Looks for stop strings in a turn's output, across token borders."""
 
-    stream: DecodeStream
+    detokenizer: Detokenizer
     longest: int
     tail: str = ""
 
-    def push(self, tokenizer: Tokenizer, token: int, stops: tuple[str, ...]) -> str | None:
-        piece = self.stream.step(tokenizer, token)
-        if not piece:
+    def push(self, token: int, stops: tuple[str, ...], *, may_end: bool) -> str | None:
+        piece = self.detokenizer.push(token)
+        if not piece or not may_end:
             return None
         text = self.tail + piece
         found = [(text.find(stop), stop) for stop in stops if stop in text]
@@ -47,17 +47,16 @@ class StopStrings:
         state = self._texts.get(turn.turn_id)
         if state is None:
             # After a replay the output so far comes first: a match may begin in it.
-            state = _StopText(DecodeStream(skip_special_tokens=True), max(map(len, stops)))
+            state = _StopText(Detokenizer(self._tokenizer), max(map(len, stops)))
             self._texts[turn.turn_id] = state
             fresh = turn.tokens[turn.prompt_len :]
         else:
             fresh = turn.tokens[-1:]
-        matched = None
-        for token in fresh:
-            matched = state.push(self._tokenizer, token, stops)
-        if matched is not None and turn.num_output > turn.params.min_tokens:
-            return Finish("stop", matched)
-        return None
+        matched, first = None, turn.num_output - len(fresh) + 1
+        for number, token in enumerate(fresh, first):
+            # What the first min_tokens say is no part of a match either: so a router can show it at once.
+            matched = state.push(token, stops, may_end=number > turn.params.min_tokens)
+        return Finish("stop", matched) if matched is not None else None
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""

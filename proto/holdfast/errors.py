@@ -171,6 +171,12 @@ class DeadlineExceeded(HoldfastError):
     grpc_code = "DEADLINE_EXCEEDED"
 
 
+class TurnFailed(HoldfastError):
+    """Worker after worker was lost under the turn: perhaps it is what ends them. The session goes on without it."""
+
+    code = "turn_failed"
+
+
 class RankDiverged(HoldfastError):
     """A rank does not hold its leader's state; its worker ends before a token of that step leaves it."""
 

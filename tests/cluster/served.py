@@ -44,7 +44,10 @@ class Served:
         line = ""
         while not line.startswith("ready: "):
             line = self.process.stdout.readline()
-            assert line or self.process.poll() is None, Path(self.log.name).read_text()
+            if not line:
+                self.process.wait()
+                self._close()
+                raise AssertionError(f"it did not start:\n{self.log_tail()}")
         self.urls = [word for word in line.split() if word.startswith("http://")]
         self.url = self.urls[0]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
@@ -72,8 +75,12 @@ class Served:
         """Returns when every worker serves."""
         deadline = time.monotonic() + START_DEADLINE_S
         while len(await asyncio.to_thread(self.workers)) < num_workers:
-            assert time.monotonic() < deadline, "a worker did not come back"
+            assert time.monotonic() < deadline, f"a worker did not come back:\n{self.log_tail()}"
             await asyncio.sleep(0.1)
+
+    def log_tail(self, num_bytes: int = 8000) -> str:
+        """The end of what it logged, for messages of what went wrong."""
+        return Path(self.log.name).read_bytes()[-num_bytes:].decode(errors="replace")
 
     def stop(self) -> int:
         self.family += psutil.Process(self.process.pid).children(recursive=True)
@@ -100,10 +107,15 @@ class Served:
         self.process.stdout.close()
 
 
+def shared_memory() -> set[str]:
+    """Files in shared memory; but semaphores of multiprocessing, which the simulator's tests make beside these."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Served]:
     """A cluster; at the end it must leave nothing behind."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     cluster = Served(folder, *flags)
     try:
         yield cluster
@@ -115,7 +127,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
     while cluster.left() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not cluster.left(), "SIGTERM leaves no process"
-    assert set(os.listdir("/dev/shm")) <= before, "nor shared memory"
+    assert shared_memory() <= before, "nor shared memory"
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{cluster.url}/health")
 

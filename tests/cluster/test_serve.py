@@ -21,6 +21,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield cluster
 
 
+def test_nobody_else_on_the_machine_starves_ranks_and_routers(served: Served) -> None:
+    actors = [process for process in served.family if process.name().startswith("ray::R")]
+    assert len(actors) >= 3, "two ranks and a router"
+    assert {process.nice() for process in actors} == {psutil.Process().nice()}
+
+
+def test_a_router_carries_no_torch(served: Served) -> None:
+    maps = psutil.Process(int(served.router()["pid"])).memory_maps()
+    assert not any("torch" in mapped.path for mapped in maps)
+
+
 def kill_worker_of(served: Served, session: str) -> dict:
     worker = served.worker_of(session)
     os.kill(int(worker["pid"]), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,41 @@ async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
                 break
         assert len(seen) > 100
         call.cancel()
+
+
+async def test_a_long_text_holds_up_nobody(tmp_path: Path) -> None:
+    """It is tokenized beside what else runs; one that no tokens could make fit is not tokenized at all."""
+    text = "A session stays with the worker that has its KV. " * 110
+    async with running(tmp_path, num_workers=1) as cluster:
+        codec, gate, told = cluster.router.gateway.codec, threading.Event(), []
+        encode = codec.encode
+
+        def held_up(text: str, *, special: bool = True) -> list[int]:
+            told.append(len(text))
+            assert len(text) < 4096 or gate.wait(10), "nothing else could run meanwhile"
+            return encode(text, special=special)
+
+        codec.encode = held_up  # type: ignore[method-assign]
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+            first = {"prompt": text, "max_tokens": 1}
+            long = asyncio.create_task(http.post("/v1/completions", json=first, headers={"X-Session-ID": "s"}))
+            await until(lambda: len(text) in told, 10, "the long one to come")
+            assert (await http.post("/v1/completions", json=prompt(1))).status_code == 200
+            gate.set()
+            answer = (await long).json()
+            # The session's next turn: its text is known, and decided beside too.
+            more = first | {"prompt": text + answer["choices"][0]["text"] + text[:100]}
+            usage = (await http.post("/v1/completions", json=more, headers={"X-Session-ID": "s"})).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
+            told.clear()
+            for path, body in (
+                ("/v1/completions", {"prompt": text * 1000}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text * 1000}]}),
+                ("/generate", {"text": text * 1000}),
+                ("/v1/responses", {"input": text * 1000}),
+            ):
+                refused = await http.post(path, json=body)
+                assert refused.status_code == 400, path
+                assert refused.json()["error"]["code"] == "context_length_exceeded", path
+        assert not told
+        await cluster.assert_no_leak()

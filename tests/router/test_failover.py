@@ -277,3 +277,42 @@ async def test_a_drain_lets_short_turns_end_where_they_are(cluster: Harness) -> 
         await drain()
         assert await stream == expected and answers == [0]
         assert (await stub.Get(pb.GetRequest(session_id="storm"))).epoch == 2, "then it moved, with its KV"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_turn_that_ends_its_workers_is_not_given_to_all_of_them(tmp_path: Path) -> None:
+    lost = []
+
+    def fail_at(cluster: Harness, worker: str, poison: int) -> None:
+        """Have the worker's engine fail as soon as it computes a turn of ``poison`` tokens."""
+        server, loop = cluster.workers[worker], asyncio.get_running_loop()
+        apply = server._leader.rank.apply
+
+        def failing(step, batch):
+            if any(work.turn.params.max_tokens == poison for work in step.work):
+                raise ArithmeticError("nobody thought of this")
+            return apply(step, batch)
+
+        def end(reason: str) -> None:
+            assert "nobody thought of this" in reason
+            lost.append(worker)
+            loop.call_soon_threadsafe(lambda: lost.append(loop.create_task(cluster.lose_worker(worker))))
+
+        server._leader.rank.apply = failing
+        server._on_lost = end
+
+    async with running(tmp_path, num_workers=3, max_failovers=1) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        first = await stream_turn(stub, "s", max_tokens=5)
+        for worker in cluster.workers:
+            fail_at(cluster, worker, poison=13)
+        with pytest.raises(grpc.aio.AioRpcError, match="2 workers were lost under the turn") as caught:
+            await stream_turn(stub, "s", max_tokens=13)
+        assert ("holdfast-code", "turn_failed") in tuple(caught.value.trailing_metadata() or ())
+        await asyncio.gather(*(task for task in lost if isinstance(task, asyncio.Task)))
+        assert len(cluster.workers) == 1, "one worker is left"
+        # The session is as it was before that turn, and goes on there.
+        session = await stub.Get(pb.GetRequest(session_id="s"))
+        assert session.num_tokens == 3 + len(first) and session.num_turns == 1
+        assert len(await stream_turn(stub, "s", max_tokens=5)) == 5
+        await cluster.assert_no_leak()

@@ -231,3 +231,19 @@ async def test_a_worker_that_goes_while_it_is_asked_is_gone_with_its_pages(tmp_p
         await cluster.router.set_workers([])
         assert await release == 0
         stuck.set()
+
+
+async def test_a_stop_string_ends_no_turn_before_its_min_tokens(stub: Stub) -> None:
+    async def ask(**sampling) -> list[pb.GenerateResponse]:
+        given = pb.Sampling(max_tokens=60, ignore_eos=True, **sampling)
+        return [answer async for answer in stub.Generate(pb.GenerateRequest(text="Return the", sampling=given))]
+
+    pieces = [answer.text for answer in await ask() if answer.tokens]
+    assert len(pieces) == 60, "a token a message"
+    before, after = "".join(pieces[:20]), "".join(pieces[20:])
+    assert " " in before and " " in after
+    stopped = await ask(stop=[" "], min_tokens=20)
+    assert "".join(answer.text for answer in stopped) == before + after.partition(" ")[0]
+    # What is shown for sure is shown at once.
+    assert "".join(answer.text for answer in stopped if answer.index < 20) == before
+    assert stopped[-1].finish_reason == "stop"

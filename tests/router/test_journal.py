@@ -84,6 +84,18 @@ async def turn(journal: Journal, keep: int, given: array, output: list[int], epo
     await journal.complete_turn("s", epoch, "t", "stop")
 
 
+async def test_what_a_session_is_called_touches_no_other(connect: Connect) -> None:
+    journal = await connect()
+    names = ["s", "s:tokens", "s:turn", "tokens:s", "s:tokens:turn", "'; drop table sessions; --", "é漢 \\ %00"]
+    for number, name in enumerate(names):
+        epoch = (await journal.take(name, f"tenant-{number % 2}", create=True)).epoch
+        await journal.begin_turn(name, epoch, "t", 0, array("i", [number]), b"")
+        await journal.append(name, epoch, "t", 1, [number + 100])
+        await journal.complete_turn(name, epoch, "t", "stop")
+    for number, name in enumerate(names):
+        assert list((await journal.load(name, f"tenant-{number % 2}")).tokens) == [number, number + 100]
+
+
 async def test_turns_append_and_rewind(journal: Journal) -> None:
     await take(journal, "s", "me")
     await turn(journal, 0, ids(1, 2), [3, 4])
@@ -146,9 +158,11 @@ async def test_tombstone_outlives_everything(journal: Journal, connect: Connect)
 
 async def test_other_tenants_sessions_are_not_there(journal: Journal) -> None:
     await take(journal, "s", "me")
-    for call in (take(journal, "s", "you"), journal.load("s", "you"), journal.release("s", "you")):
+    for call in (journal.take("s", "you", create=False), journal.load("s", "you"), journal.release("s", "you")):
         with pytest.raises(SessionNotFound):
             await call
+    with pytest.raises(SessionExists):
+        await take(journal, "s", "you")
     assert await journal.list_sessions("you") == []
     with pytest.raises(SessionExists):
         await journal.fork("s", "me", "s", 0)

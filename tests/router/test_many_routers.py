@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
+from router.journal import SessionRecord
 from tests.harness import Harness
 from tests.waiting import until
 
@@ -61,6 +62,27 @@ async def test_two_turns_race_through_two_routers(cluster: Harness, stubs: list[
     # One after another: the later one's prompt holds all of the earlier one.
     assert session.num_tokens == max(first.prompt_tokens, second.prompt_tokens) + 30
     assert abs(first.prompt_tokens - second.prompt_tokens) >= 30
+
+
+async def test_a_session_that_another_router_takes_meanwhile_is_taken_again(
+    cluster: Harness, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"between-{id(cluster)}"
+    for stub in stubs:
+        await turn(stub, name, "Return")
+    ours, other = (router.gateway.journal for router in cluster.routers)
+    take, races = ours.take, [1, 2, 3]
+
+    async def take_and_lose(session_id: str, tenant: str, **how: bool) -> SessionRecord:
+        record = await take(session_id, tenant, **how)
+        if races:
+            races.pop()
+            await other.take(session_id, tenant, create=False)
+        return record
+
+    monkeypatch.setattr(ours, "take", take_and_lose)
+    tokens, _ = await turn(stubs[0], name, " the list")
+    assert len(tokens) == 6 and not races
 
 
 async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: list[Stub]) -> None:

@@ -132,6 +132,22 @@ async def test_bad_parameters_are_named(client: AsyncOpenAI, change: dict, param
     assert caught.value.body["message"]
 
 
+@pytest.mark.parametrize("asked", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logit_bias": {"5": 1}}], ids=str)
+async def test_what_is_not_there_is_not_ignored(client: AsyncOpenAI, asked: dict) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(asked))} is not supported"):
+        await client.completions.create(model=MODEL, prompt="x", **asked)
+
+
+async def test_null_is_as_good_as_not_there(cluster: Harness) -> None:
+    unset = ("temperature", "top_p", "n", "stop", "max_tokens", "logprobs", "presence_penalty", "echo", "seed", "user")
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+        body = {"model": MODEL, "prompt": "Return the"} | dict.fromkeys(unset)
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
+        body = {"model": MODEL, "input": "hi", "max_output_tokens": 2, "store": None, "metadata": None, "tools": None}
+        assert (await http.post("/v1/responses", json=body)).status_code == 200
+
+
 async def test_prompt_over_the_context_length_leaves_the_session_intact(client: AsyncOpenAI) -> None:
     first = await client.completions.create(
         model=MODEL, prompt="Return the", max_tokens=4, temperature=0, extra_headers=in_session("s")

@@ -47,6 +47,23 @@ async def said_alone(client: AsyncOpenAI, *texts: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+async def test_instructions_are_said_first_and_hold_for_their_response_alone(clients: list[AsyncOpenAI]) -> None:
+    async def said(*messages: dict[str, str]) -> str:
+        answer = await clients[0].chat.completions.create(
+            model=MODEL, messages=list(messages), max_tokens=20, temperature=0.8, seed=3
+        )
+        return answer.choices[0].message.content or ""
+
+    system = {"role": "system", "content": "Answer in one word."}
+    asked = {"role": "user", "content": "What does list.sort do?"}
+    one = await ask(clients[0], asked["content"], instructions=system["content"])
+    assert one.instructions == system["content"]
+    assert one.output_text == await said(system, asked)
+    two = await ask(clients[1], "And list.reverse?", previous_response_id=one.id)
+    answered = {"role": "assistant", "content": one.output_text}
+    assert two.output_text == await said(asked, answered, {"role": "user", "content": "And list.reverse?"})
+
+
 async def test_a_chain_costs_its_new_tokens_and_a_branch_shares_them(clients: list[AsyncOpenAI]) -> None:
     one = await ask(clients[0], "What does list.sort do?")
     assert one.output_text == await said_alone(clients[0], "What does list.sort do?")

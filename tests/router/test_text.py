@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
+from holdfast.detokenizer import Detokenizer
 from holdfast.errors import InvalidRequest
 from router.text import TextCodec
 from tests.harness import model_copy
@@ -51,19 +53,21 @@ def test_continuing_always_ends_with_the_text(old: str, new: str) -> None:
 @given(
     text=st.text(alphabet="ab<>é\n", max_size=40),
     stops=st.lists(st.text(alphabet="ab<>é", min_size=1, max_size=4), max_size=3),
+    min_tokens=st.integers(0, 5),
 )
-def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
-    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-    stream, shown = CODEC.stream(stops), ""
-    for token in CODEC.encode(text):
+def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str], min_tokens: int) -> None:
+    tokens = CODEC.encode(text)
+    detokenizer = Detokenizer(CODEC._backend)
+    free = "".join(map(detokenizer.push, tokens[:min_tokens]))
+    rest = text[len(free) :]
+    stream, shown = CODEC.stream(stops, min_tokens), ""
+    for token in tokens:
         shown += stream.push([token])
-        assert not any(stop in shown for stop in stops), "a stop string was shown"
-    matched = min(ends)[1] if ends else None
-    shown += stream.finish(matched)
-    assert shown == stream.text
-    assert text.startswith(shown)
-    if matched is None:
-        assert shown == text
+        assert not any(stop in shown[len(free) :] for stop in stops), "a stop string was shown"
+    assert (stream.stopped_by is None) == (not any(stop in rest for stop in stops))
+    first = min((rest.find(stop) for stop in stops if stop in rest), default=len(rest))
+    shown += stream.finish(stream.stopped_by)
+    assert shown == stream.text == free + rest[:first]
 
 
 def test_messages_that_the_template_refuses_are_the_clients_fault(tmp_path: Path) -> None:
@@ -81,3 +85,34 @@ def test_model_without_a_template_serves_completions_only(tmp_path: Path) -> Non
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "chat_template"}))
     with pytest.raises(InvalidRequest, match="no chat template"):
         TextCodec(model).render_chat([{"role": "user", "content": "x"}])
+
+
+def byte_tokenizer() -> Tokenizer:
+    """With a token for each byte, as Llama 2 has them, and some words."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "▁": 258, "é": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+BYTES = byte_tokenizer()
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=st.lists(st.integers(0, 259), max_size=30), text=st.text(alphabet="xé▁漢", max_size=12))
+def test_bytes_that_are_no_text_do_not_end_the_stream(before: list[int], text: str) -> None:
+    detokenizer = Detokenizer(BYTES)
+    for token in before:
+        detokenizer.push(token)
+    detokenizer.push(257)  # whatever bytes were held back are told by now
+    assert "".join(detokenizer.push(byte) for byte in text.encode()) + detokenizer.push(257) == text + "b"
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="ab é漢\n", max_size=40))
+def test_the_text_of_all_tokens_is_that_of_each(text: str) -> None:
+    backend, tokens = CODEC._backend, CODEC.encode(text)
+    detokenizer = Detokenizer(backend)
+    assert "".join(map(detokenizer.push, tokens)) == CODEC.decode(tokens) == text

@@ -19,6 +19,7 @@ from holdfast.errors import (
     SessionBusy,
     SessionNotFound,
     StaleEpoch,
+    TurnFailed,
     TurnNotFound,
 )
 from holdfast.v1 import session_pb2, session_pb2_grpc
@@ -34,7 +35,7 @@ HANG_S = 20.0
 """Longer than a router waits for a token: one that waits for a worker that it has lost says so by then."""
 MAX_HISTORY = 60
 """Longer sessions are rewound: two turns more must fit the context."""
-RETRY = (QueueFull, SessionBusy, NoWorkerAvailable, JournalUnavailable, DeadlineExceeded, StaleEpoch)
+RETRY = (QueueFull, SessionBusy, NoWorkerAvailable, JournalUnavailable, DeadlineExceeded, StaleEpoch, TurnFailed)
 
 
 class RouterLost(Exception):
@@ -173,6 +174,8 @@ class Client:
             self.cluster.trace(f"{turn.id} gets {error.code}: {error.message}")
             if error.message.startswith("no token came"):
                 self.cluster.violated(f"L13: {turn.id}: {error.message}, and nobody went on with it")
+            if isinstance(error, StaleEpoch) and not self.cluster.disturbed:
+                self.cluster.violated(f"L11: {turn.id}: {error.message}, and that is no fault of its client")
             # The turn is not going on. What the journal has of it, the next attempt asks.
             turn.resumes = True
             await asyncio.sleep(self.rng.uniform(0.05, 0.5))

@@ -222,6 +222,8 @@ class Cluster:
         self.owners: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.sessions_moved = 0
+        self.disturbed = False
+        """Whether a fault has struck, or clocks differ, by which leases lapse early."""
 
     def waits_for_a_lost_worker(self, turn_id: str) -> bool:
         """Whether a router holds a turn at a worker that it has lost."""

@@ -55,6 +55,7 @@ class Faults:
 
     def strike(self) -> None:
         kinds, weights = zip(*self._kinds, strict=True)
+        self.cluster.disturbed = True
         # Whoever was running when it struck has no part in what it does.
         NOBODY.copy().run(self.rng.choices(kinds, weights)[0])
 

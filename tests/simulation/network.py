@@ -1,8 +1,9 @@
 """Simulated gRPC over a simulated network: the real stubs and servicers, between simulated processes.
 
 A message takes a random time; those of one stream keep their order, others overtake each other. A link
-that is cut holds what is sent over it and delivers it when it heals, as TCP does. The death of a
-process breaks its streams, once its peers can hear of it.
+that is cut holds what is sent over it. As with TCP, whose retransmissions come ever later, a connection
+that was held up by a cut goes on up to as long after it as it was held up; a new one goes through at once.
+The death of a process breaks its streams, once its peers can hear of it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Network:
         self._servers: dict[str, SimulatedServer] = {}
         self._ports = itertools.count(1)
         self._cuts: set[tuple[str, str]] = set()
-        self._stalled: list[Lane] = []
+        self._stalled: list[Connection] = []
         self.calls: list[Call] = []
 
     def channel(self, address: str, **_: Any) -> SimulatedChannel:
@@ -64,13 +65,14 @@ class Network:
     def heal(self) -> None:
         self._cuts.clear()
         stalled, self._stalled = self._stalled, []
-        for lane in stalled:
-            lane.pump()
+        for connection in stalled:
+            connection.retransmit()
 
-    def is_cut(self, lane: Lane) -> bool:
-        if (lane.source.host, lane.target.host) not in self._cuts:
+    def stalls(self, connection: Connection) -> bool:
+        """Whether the link is cut; the connection will be told of its healing."""
+        if (connection.source, connection.target) not in self._cuts:
             return False
-        self._stalled.append(lane)
+        self._stalled.append(connection)
         return True
 
     def kill(self, process: Process) -> None:
@@ -80,11 +82,42 @@ class Network:
             call.lost(process)
 
 
+class Connection:
+    """One direction of a channel's TCP connection, which all its streams share."""
+
+    def __init__(self, network: Network, source: str, target: str) -> None:
+        self.network, self.source, self.target = network, source, target
+        self._held: list[Lane] = []
+        self._held_since = 0.0
+
+    def holds(self, lane: Lane) -> bool:
+        """Whether nothing gets through now; the lane is pumped when it does."""
+        if not self._held:
+            if not self.network.stalls(self):
+                return False
+            self._held_since = asyncio.get_running_loop().time()
+        self._held.append(lane)
+        return True
+
+    def retransmit(self) -> None:
+        """The link is whole: what was held gets through some time later, unless it is cut again by then."""
+        loop = asyncio.get_running_loop()
+        later = self.network.rng.uniform(0, loop.time() - self._held_since)
+        loop.call_later(later, self._go_on, context=NOBODY.copy())
+
+    def _go_on(self) -> None:
+        if not self.network.stalls(self):
+            held, self._held = self._held, []
+            for lane in held:
+                lane.pump()
+
+
 class Lane:
     """One direction of one stream: messages arrive in order, each some time after it was sent."""
 
-    def __init__(self, network: Network, source: Process, target: Process) -> None:
-        self.network, self.source, self.target = network, source, target
+    def __init__(self, connection: Connection, source: Process, target: Process) -> None:
+        self.network, self.source, self.target = connection.network, source, target
+        self._connection = connection
         self._messages: deque[tuple[float, Callable[[], None]]] = deque()
 
     def send(self, deliver: Callable[[], None]) -> None:
@@ -99,7 +132,7 @@ class Lane:
         loop.call_at(max(loop.time(), self._messages[0][0]), self._arrive, context=NOBODY.copy())
 
     def _arrive(self) -> None:
-        if self.network.is_cut(self):
+        if self._connection.holds(self):
             return
         _, deliver = self._messages.popleft()
         asyncio.get_running_loop().call_soon(deliver, context=self.target.context.copy())
@@ -113,6 +146,8 @@ class SimulatedChannel:
     def __init__(self, network: Network, process: Process, address: str) -> None:
         self.network, self.process, self.address = network, process, address
         self._calls: list[Call] = []
+        host = address.rpartition(":")[0]
+        self.up, self.down = Connection(network, process.host, host), Connection(network, host, process.host)
 
     def _multi(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
         def start(request: Any = None, timeout: float | None = None, **_: Any) -> Call:
@@ -165,7 +200,7 @@ class Call:
         server = self._network.at(channel.address)
         # Where nobody listens, the host answers that.
         target = server.process if server is not None else Process("nobody", channel.address)
-        self.up, self.down = Lane(self._network, self.client, target), Lane(self._network, target, self.client)
+        self.up, self.down = Lane(channel.up, self.client, target), Lane(channel.down, target, self.client)
         self._serialize, self._deserialize = serialize, deserialize
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._end: BaseException | None = None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import HoldfastError
+from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2_grpc
 from router.gateway import Gateway
 from router.grpc_api import SessionServer
@@ -36,13 +37,18 @@ ROUTER_PORTS = (1001, 1002)
 
 async def died_or_silent(cluster: Cluster, processes: list[Process], probed: Process, silence_s: float) -> str:
     """Returns when Ray tells that one of them died, or the probed one has not answered for so long."""
-    silent_s = 0.0
-    while all(process.alive for process in processes):
-        if silent_s > silence_s:
-            return f"{probed.name} does not answer"
-        await asyncio.sleep(POLL_S)
-        answers = cluster.reaches(probed) and not probed.paused
-        silent_s = 0.0 if answers else silent_s + POLL_S
+
+    def heard() -> float | None:
+        return cluster.loop.time() if cluster.reaches(probed) and not probed.paused else None
+
+    silence = asyncio.create_task(silent_for(silence_s, heard))
+    try:
+        while all(process.alive for process in processes):
+            if silence.done():
+                return f"{probed.name} does not answer"
+            await asyncio.sleep(POLL_S)
+    finally:
+        silence.cancel()
     await asyncio.sleep(cluster.rng.uniform(*NOTICED_S))
     return "it died"
 
@@ -50,7 +56,7 @@ async def died_or_silent(cluster: Cluster, processes: list[Process], probed: Pro
 class _Codec:
     """Tokens are their own text."""
 
-    def stream(self, stops: Any) -> Any:
+    def stream(self, stops: Any, min_tokens: int) -> Any:
         return SimpleNamespace(push=lambda tokens: "", finish=lambda matched: "")
 
     def decode(self, tokens: Any) -> str:
@@ -74,6 +80,7 @@ class Router:
         self.gateway, self.serves = None, False
         cluster, rng = self.cluster, self.cluster.rng
         skew_s = rng.uniform(-2.0, 2.0) if rng.random() < 0.3 else 0.0
+        cluster.disturbed |= skew_s != 0.0
         self.process = process = Process(f"router{self.index}#{self.incarnation}", self.host, skew_s)
 
         async def serve() -> Gateway:

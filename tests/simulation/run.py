@@ -98,10 +98,12 @@ def _bury(loop: SimulatedLoop) -> None:
     loop._scheduled.clear()  # type: ignore[attr-defined]
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     loop.set_exception_handler(lambda loop, context: None)
+    logging.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()
     sys.unraisablehook = hook
+    logging.disable(logging.NOTSET)
     loop.close()
 
 

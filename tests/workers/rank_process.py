@@ -1,6 +1,6 @@
 """One rank of a group as a process of its own, for tests that put ranks on different hosts.
 
-Prints ``ready`` when it serves and ``lost: REASON`` when it ends, as a rank does, because of its group.
+Prints ``ready: ADDRESS`` when it serves and ``lost: REASON`` when it ends, as a rank does, because of its group.
 Rank 0 decodes all the time, so that the ranks are in each other's collectives.
 """
 
@@ -9,8 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import queue
+import subprocess
+import sys
+import threading
+import time
 from array import array
 
+from tests.hosts import Host
 from workers.collectives import Shard
 from workers.config import EngineConfig
 from workers.group import Seat, join_store, open_store, start_rank
@@ -18,16 +24,51 @@ from workers.messages import Submission
 from workers.scheduling import SamplingParams
 from workers.server import WorkerServer
 
-SIZE, TIMEOUT_S = 2, 60.0
+TIMEOUT_S = 60.0
+
+
+class RankProcess:
+    """One such process, seen from its test: what it prints, and its end."""
+
+    def __init__(
+        self, host: Host, *, rank: int = 0, size: int = 1, store: tuple[str, int] = ("", 0), lease_s: float
+    ) -> None:
+        command = [sys.executable, "-m", "tests.workers.rank_process", "--host", host.address]
+        command += ["--rank", str(rank), "--size", str(size), "--lease-s", str(lease_s)]
+        command += ["--store-host", store[0], "--store-port", str(store[1])]
+        self.process = subprocess.Popen(host.command(*command), stdout=subprocess.PIPE, text=True)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, beginning: str, timeout_s: float) -> str:
+        """The rest of the first line that begins so. Raises queue.Empty."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self._lines.get(timeout=max(0.01, deadline - time.monotonic()))
+            if line.startswith(beginning):
+                return line.removeprefix(beginning).strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self._reader.join(10)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._lines.put(line.strip())
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--host", required=True)
-    parser.add_argument("--store-host", required=True)
-    parser.add_argument("--store-port", type=int, default=0)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--lease-s", type=float, required=True)
+    parser.add_argument("--store-host", required=True)
+    parser.add_argument("--store-port", type=int, required=True)
     given = parser.parse_args()
     config = EngineConfig(max_total_tokens=8192, rank_lease_s=given.lease_s, collective_timeout_s=TIMEOUT_S)
 
@@ -35,13 +76,15 @@ async def main() -> None:
         print(f"lost: {reason}", flush=True)
         os._exit(9)
 
-    if given.rank == 0:
-        store = open_store(given.store_host, SIZE, TIMEOUT_S)
+    store = None
+    if given.rank > 0:
+        store = join_store(given.store_host, given.store_port, given.size, TIMEOUT_S)
+    elif given.size > 1:
+        store = open_store(given.host, given.size, TIMEOUT_S)
         print(f"port: {store.port}", flush=True)
-    else:
-        store = join_store(given.store_host, given.store_port, SIZE, TIMEOUT_S)
-    server, _ = await start_rank(Seat("w", 1, Shard(given.rank, SIZE), given.host), config, store, lost)
-    print("ready", flush=True)
+    seat = Seat("w", 1, Shard(given.rank, given.size), given.host)
+    server, address = await start_rank(seat, config, store, lost)
+    print(f"ready: {address}", flush=True)
     turn = 0
     while True:
         if isinstance(server, WorkerServer) and not server._leader.scheduler.turns:

@@ -14,6 +14,20 @@ from workers.collectives import Shard
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NUMBER = (int, float)
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "architectures": list,
+    "head_dim": int,
+    "layer_types": list,
+    "num_key_value_heads": int,
+    "partial_rotary_factor": NUMBER,
+    "rms_norm_eps": NUMBER,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "rope_scaling.rope_theta": NUMBER,
+    "rope_theta": NUMBER,
+}
+KIND_NAMES = {list: "a list", int: "an integer", NUMBER: "a number", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +112,14 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], eos: int | list[int] | None = None) -> ModelConfig:
+        _refuse_malformed(raw)
         architectures = raw.get("architectures") or []
         name = architectures[0] if len(architectures) == 1 else str(architectures)
         if name not in FAMILIES:
             raise UnsupportedModel(f"architectures: {name} is not supported; supported: {', '.join(FAMILIES)}")
         family = FAMILIES[name]
         _refuse_unsupported(raw)
+        vocab_size = _require(raw, "vocab_size")
         num_heads = _require(raw, "num_attention_heads")
         hidden_size = _require(raw, "hidden_size")
         num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -116,7 +132,7 @@ class ModelConfig:
             raise UnsupportedModel(f"dtype: {dtype_name} is not supported; supported: {', '.join(DTYPES)}")
         return cls(
             architecture=name,
-            vocab_size=_require(raw, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=_require(raw, "intermediate_size"),
             num_layers=_require(raw, "num_hidden_layers"),
@@ -124,7 +140,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_context_len=_require(raw, "max_position_embeddings"),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
@@ -132,7 +148,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             rope=_rope_config(raw),
             dtype=DTYPES[dtype_name],
-            eos_token_ids=tuple([eos] if isinstance(eos, int) else eos or ()),
+            eos_token_ids=_eos_token_ids(eos, vocab_size),
         )
 
 
@@ -153,6 +169,23 @@ def _require(raw: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(f"{key}: must be a positive integer, config.json has {value!r}")
     return value
+
+
+def _refuse_malformed(raw: dict[str, Any]) -> None:
+    """What is optional may be missing or null, but else it is of its kind."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    inside = {f"rope_scaling.{key}": value for key, value in rope.items()} if isinstance(rope, dict) else {}
+    for key, kind in KINDS.items():
+        value = (raw | inside).get(key)
+        if value is not None and not isinstance(value, kind):
+            raise UnsupportedModel(f"{key}: must be {KIND_NAMES[kind]}, config.json has {value!r}")
+
+
+def _eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
+        raise UnsupportedModel(f"eos_token_id: {eos!r} is not supported; supported: ids from 0 to {vocab_size - 1}")
+    return tuple(ids)
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:

@@ -31,6 +31,12 @@ def load(folder: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures: GPT2LMHeadModel"),
         ({"architectures": None}, "architectures"),
+        ({"architectures": {"name": "LlamaForCausalLM"}}, "architectures: must be a list"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads: must be an integer"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: must be a number"),
+        ({"rope_parameters": [1]}, "rope_parameters: must be an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_scaling.rope_theta: must be a number"),
+        ({"layer_types": 7}, "layer_types: must be a list"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"sliding_window": 128}, "sliding_window: 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
@@ -57,6 +63,13 @@ def test_config_field_is_named(folder: Path, changes: dict[str, Any], named: str
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match=r"pytorch_model.bin: pickled weights are refused"):
+        load(folder)
+
+
+@pytest.mark.parametrize("eos", [2048, -1, [1, 99_999], "</s>", [None]])
+def test_an_end_that_no_token_is_is_refused(folder: Path, eos: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UnsupportedModel, match="eos_token_id"):
         load(folder)
 
 
