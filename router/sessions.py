@@ -108,21 +108,23 @@ class Sessions:
         It is tried on what this router knows. If that fails as it may when another router has had the
         session since, the session is taken again, and it is tried again: no look at the journal for the
         turns, which are nearly all, that stay with their router. Another may take it in turn before the
-        attempt has got anywhere; whoever has it last wins. Raises what the attempt raises where nobody
-        else had the session, and SessionBusy where others had it all through ``busy_wait_s``.
+        attempt has got anywhere; whoever has it last wins. Raises what the attempt raises, but no StaleEpoch:
+        SessionBusy where others had the session all through ``busy_wait_s``.
         """
-        deadline, known, pause_s = time.monotonic() + self._busy_wait_s, session.record, 0.0
+        deadline, pause_s = time.monotonic() + self._busy_wait_s, 0.0
         while True:
+            known = session.record
             try:
                 return await attempt()
-            except (StaleEpoch, InvalidRequest):
-                await asyncio.sleep(random.uniform(0, pause_s))
-                session.renew(await self._take(known.session_id, known.tenant, create=False, queue=queue))
-            if session.record.epoch == known.epoch:
-                return await attempt()
+            except (StaleEpoch, InvalidRequest) as error:
+                failure = error
             if time.monotonic() > deadline:
                 raise SessionBusy(f"session {known.session_id} is taken again and again by other routers")
-            known, pause_s = session.record, RACE_PAUSE_S
+            await asyncio.sleep(random.uniform(0, pause_s))
+            session.renew(await self._take(known.session_id, known.tenant, create=False, queue=queue))
+            if session.record.epoch == known.epoch and isinstance(failure, InvalidRequest):
+                raise failure  # of the session as it is: nobody else had it
+            pause_s = RACE_PAUSE_S
 
     async def _take(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> SessionRecord:
         deadline = time.monotonic() + self._busy_wait_s

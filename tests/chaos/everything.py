@@ -11,13 +11,13 @@ import argparse
 import asyncio
 import json
 import signal
-import tempfile
-from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from asyncio.subprocess import STDOUT, Process
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -30,52 +30,92 @@ from cluster.config import Config
 from cluster.ray_cluster import NAMESPACE, Cluster
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, redis_server
 
 REDIS_DOWN_S = 1.0
 CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 RANKS_A_NODE = 2
+LOGS = ("*/node.log", "*/session_*_*/logs/worker-*.err")
+LOG_SHOWN = 2000
+"""Characters at the end of each log that are printed when something went wrong."""
 
 
-@dataclass
 class Node:
-    """A Ray node that a worker of ours runs on."""
+    """A Ray node that a worker of ours runs on. ``folder``: Ray's files of it, and its log."""
 
-    host: Host | None
-    process: Process
+    def __init__(self, host: Host | None, folder: Path) -> None:
+        self.host = host
+        # Nodes that share a folder may choose the same names for their sockets: only one of them starts then.
+        self._options = ["--num-cpus", str(RANKS_A_NODE), "--temp-dir", str(folder)]
+        self._log = folder / "node.log"
+        self._process: Process | None = None
+        folder.mkdir()
 
-    @classmethod
-    async def start(cls, address: str, host: Host | None) -> Node:
-        command = [*HOLDFAST, "join", address, "--num-cpus", str(RANKS_A_NODE)]
-        if host is not None:
-            command = host.command(*command, "--node-ip-address", host.address)
-        return cls(host, await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=DEVNULL))
+    async def keep(self, address: str) -> None:
+        """Run it, and again whenever it ends, as a service manager would."""
+        command = [*HOLDFAST, "join", address, *self._options]
+        if self.host is not None:
+            command = self.host.command(*command, "--node-ip-address", self.host.address)
+        with self._log.open("ab") as log:
+            while True:
+                self._process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=STDOUT)
+                await self._process.wait()
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """As when a machine loses power: every process of it, at once."""
         with suppress(psutil.NoSuchProcess):
-            me = psutil.Process(self.process.pid)
-            for process in [*me.children(recursive=True), me]:
-                process.kill()
-        await self.process.wait()
+            if self._process is not None:
+                me = psutil.Process(self._process.pid)
+                for process in [*me.children(recursive=True), me]:
+                    process.kill()
 
 
-async def play(folder: Path, num_faults: int, seed: int) -> dict[str, Any]:
-    """Two workers of two ranks, each on a node of its own, two routers, Redis. The report."""
+@contextmanager
+def ray_head(address: str | None) -> Iterator[str]:
+    """A Ray node for routers and none for ranks, which this process has joined: the cluster's address."""
+    where = {"node_ip_address": address} if address is not None else {}
+    told = {"_node_ip_address": address} if address is not None else {}
+    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | where)
+    try:
+        ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def play(num_faults: int, seed: int) -> dict[str, Any]:
+    """Two workers of two ranks, each on a node of its own, two routers, Redis.
+
+    Returns the report; if something went wrong, the ends of the logs are printed.
+    """
     reason = why_no_namespaces()
-    with nullcontext((None, [None, None])) if reason else hosts(2) as (address, machines):
-        report = await _play(folder, num_faults, seed, address, machines)
+    with ExitStack() as stack:
+        address, machines = (None, [None, None]) if reason else stack.enter_context(hosts(2))
+        # A short path: names of sockets may not be long.
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="holdfast-")))
+        redis = stack.enter_context(redis_server(folder / "redis", "--appendonly", "yes", "--appendfsync", "always"))
+        ray_address = stack.enter_context(ray_head(address))
+        nodes = [Node(machine, folder / str(i)) for i, machine in enumerate(machines)]
+        report: dict[str, Any] = {}
+        try:
+            report = await _play(num_faults, seed, redis, ray_address, nodes)
+        finally:
+            if not report or report["what went wrong"]:
+                _print_logs(folder)
     return report | ({"no node was cut off": reason} if reason else {})
 
 
+def _print_logs(folder: Path) -> None:
+    for log in [log for pattern in LOGS for log in folder.glob(pattern)]:
+        print(f"{log}:\n{log.read_text(errors='replace')[-LOG_SHOWN:]}")
+
+
 async def _play(
-    folder: Path, num_faults: int, seed: int, address: str | None, machines: Sequence[Host | None]
+    num_faults: int, seed: int, redis: RedisServer, ray_address: str, nodes: Sequence[Node]
 ) -> dict[str, Any]:
-    redis = RedisServer(folder / "redis", "--appendonly", "yes", "--appendfsync", "always")
-    here = {"node_ip_address": address} if address is not None else {}
-    nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | here)
-    homes = [await Node.start(nodes.address, machine) for machine in machines]
+    in_turn = cycle(nodes)
 
     async def kill_redis() -> None:
         redis.kill()
@@ -83,47 +123,33 @@ async def _play(
         await asyncio.to_thread(redis.start)
 
     async def kill_node() -> None:
-        await homes[0].kill()  # ``keep_nodes`` starts another
-        homes.append(homes.pop(0))
+        next(in_turn).kill()
 
-    async def keep_nodes() -> None:
-        """As a service manager would; a node may also fail to start, where many do at once."""
-        while True:
-            for home in [home for home in homes if home.process.returncode is not None]:
-                fresh = await Node.start(nodes.address, home.host)
-                homes[homes.index(home)] = fresh
-            await asyncio.sleep(0.5)
-
-    async def cut_off(seconds: float) -> None:
-        host = homes[0].host
-        assert host is not None
-        homes.append(homes.pop(0))
-        host.cut()
+    async def cut_off(host: Iterator[Host], seconds: float) -> None:
+        cut = next(host)
+        cut.cut()
         await asyncio.sleep(seconds)
-        host.heal()
+        cut.heal()
 
     others: list[Fault] = [("kill -9 of Redis", kill_redis), ("kill -9 of a node: raylet and all", kill_node)]
-    if address is not None:
-        others += [(f"a node is cut off for {s} s", partial(cut_off, s)) for s in CUTS_S]
-    config = Config(port=0, grpc_port=0, device="cpu", workers=2, tp=2, routers=2, address=nodes.address)
+    hosts_in_turn = cycle([node.host for node in nodes if node.host is not None])
+    if nodes[0].host is not None:
+        others += [(f"a node is cut off for {s} s", partial(cut_off, hosts_in_turn, s)) for s in CUTS_S]
+    config = Config(port=0, grpc_port=0, device="cpu", workers=2, tp=2, routers=2, address=ray_address)
     config = config.model_copy(update={"journal_url": redis.url, "rank_lease_s": 3.0})
-    told = {"_node_ip_address": address} if address is not None else {}
-    ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR", **told)
     cluster = Cluster(config)
-    keeper = asyncio.create_task(keep_nodes())
+    keepers = [asyncio.create_task(node.keep(ray_address)) for node in nodes]
     try:
         await cluster.start()
         chaos = Chaos(cluster.urls, seed, others)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         return (await chaos.run(num_faults)).as_dict()
     finally:
-        keeper.cancel()
+        for keeper in keepers:
+            keeper.cancel()
         await cluster.stop()
-        ray.shutdown()
-        for home in homes:
-            await home.kill()
-        nodes.shutdown()
-        redis.kill()
+        for node in nodes:
+            node.kill()
 
 
 def main() -> None:
@@ -132,8 +158,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="keep the report in this file too")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as folder:
-        text = json.dumps(asyncio.run(play(Path(folder), given.faults, given.seed)), indent=2)
+    text = json.dumps(asyncio.run(play(given.faults, given.seed)), indent=2)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 from tests.chaos.everything import play
 
 FAULTS, SEED = 5, 3
 
 
-async def test_no_fault_costs_a_token(tmp_path: Path) -> None:
-    report = await asyncio.wait_for(play(tmp_path, FAULTS, SEED), 400)
+async def test_no_fault_costs_a_token() -> None:
+    report = await asyncio.wait_for(play(FAULTS, SEED), 400)
     print(json.dumps(report))
     assert not report["what went wrong"], report
     assert report["pages leaked"] == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import httpx
@@ -83,6 +84,26 @@ async def test_a_session_that_another_router_takes_meanwhile_is_taken_again(
     monkeypatch.setattr(ours, "take", take_and_lose)
     tokens, _ = await turn(stubs[0], name, " the list")
     assert len(tokens) == 6 and not races
+
+
+async def test_a_session_that_others_take_again_and_again_is_busy(
+    cluster: Harness, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"contended-{id(cluster)}"
+    for stub in stubs:
+        await turn(stub, name, "Return")
+    ours, other = (router.gateway.journal for router in cluster.routers)
+    begin_turn = ours.begin_turn
+
+    async def lose_and_begin(session_id: str, *how: Any) -> None:
+        await other.take(session_id, "", create=False)
+        await begin_turn(session_id, *how)
+
+    monkeypatch.setattr(ours, "begin_turn", lose_and_begin)
+    monkeypatch.setattr(cluster.router.gateway.sessions, "_busy_wait_s", 0.5)
+    with pytest.raises(grpc.aio.AioRpcError) as busy:
+        await turn(stubs[0], name, " the list")
+    assert busy.value.code() is grpc.StatusCode.ABORTED and "again and again" in busy.value.details()
 
 
 async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: list[Stub]) -> None:
