@@ -67,7 +67,9 @@ class Harness:
     async def lose_worker(self, worker_id: str) -> None:
         """Stop a worker under its streams, as its death would look from the router."""
         del self.addresses[worker_id]
-        await stop_group(self.workers.pop(worker_id), self.followers.pop(worker_id))
+        leader = self.workers.pop(worker_id)
+        await leader._server.stop(None)  # with no time to end its turns
+        await stop_group(leader, self.followers.pop(worker_id))
 
     def lose_router(self) -> RouterServer:
         """The first router, as a kill -9 of it looks to the others: no word any more, turns left open."""
