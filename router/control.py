@@ -33,7 +33,7 @@ class Control:
         self._sweeps: dict[str, asyncio.Task[None]] = {}
 
     async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
-        """Raises SessionReleased."""
+        """Raises SessionReleased, SessionExists, TooManySessions."""
         session = await self._gateway.sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)
         # What this router remembers may have been released, or gone on, by another.
         return await self._gateway.journal.load(session.session_id, tenant)

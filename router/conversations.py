@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from holdfast.errors import ResponseNotFound, SessionNotFound
+from holdfast.errors import InvalidRequest, ResponseNotFound, SessionNotFound
 from router.gateway import Gateway
 
 _ITEM = TypeAdapter(dict[str, Any])
@@ -31,7 +31,9 @@ class Conversations:
         self._journal = gateway.journal
 
     async def create(self, tenant: str, metadata: dict[str, str], items: list[dict[str, Any]]) -> str:
+        """Its id. Raises TooManySessions: its session is open from now on."""
         conversation_id = f"conv_{uuid.uuid4().hex}"
+        await self._gateway.control.open_session(conversation_id, tenant)
         body = StoredConversation(id=conversation_id, created_at=int(time.time()), metadata=metadata)
         objects = {f"conversation/{conversation_id}": body.model_dump_json().encode()}
         await self._journal.put_objects(tenant, objects | item_objects(conversation_id, 0, items))
@@ -61,7 +63,10 @@ class Conversations:
         return [(int(key.rpartition("/")[2]), _ITEM.validate_json(value)) for key, value in found]
 
     async def add_items(self, conversation_id: str, tenant: str, items: list[dict[str, Any]]) -> None:
-        known = await self.items(conversation_id, tenant)
+        """Raises InvalidRequest if they are more than the model takes tokens: nothing could go on from them."""
+        known, limit = await self.items(conversation_id, tenant), self._gateway.context_len
+        if 0 < limit < len(known) + len(items):
+            raise InvalidRequest(f"conversation {conversation_id} has {len(known)} items, it may have {limit} at most")
         first = 1 + max((number for number, _ in known), default=-1)
         await self._journal.put_objects(tenant, item_objects(conversation_id, first, items))
 

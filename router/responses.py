@@ -160,6 +160,7 @@ class Responses:
 
     async def _run(self, response: StoredResponse, tenant: str) -> AsyncIterator[TurnChunk]:
         """The response's turn. Closing this early, as when its client leaves, aborts it."""
+        told = response.background
         try:
             session_id = await self._session_of(response, tenant)
             while True:
@@ -177,13 +178,14 @@ class Responses:
                     await self._save(response, tenant)
                 try:
                     async for chunk in self._finishing(response, tenant, self._gateway.run(request)):
+                        told = True
                         yield chunk
                     return
                 except _MovedOn:
                     session_id = await self._fork(response, tenant)
         except HoldfastError as error:
             if not response.output:  # else its turn was left open, and goes on when somebody asks for it
-                await self._fail(response, tenant, error)
+                await self._fail(response, tenant, error, told=told)
             raise
 
     async def _session_of(self, response: StoredResponse, tenant: str) -> str:
@@ -289,10 +291,14 @@ class Responses:
             if len(self._histories) > MAX_HISTORIES:
                 self._histories.popitem(last=False)
 
-    async def _fail(self, response: StoredResponse, tenant: str, error: HoldfastError) -> None:
+    async def _fail(self, response: StoredResponse, tenant: str, error: HoldfastError, *, told: bool = True) -> None:
+        """It stays, and says so; but not one of which nobody was ``told``: its client got the error in its place."""
         response.status, response.error = "failed", {"code": error.code, "message": error.message}
-        if response.saved:
+        if response.saved and told:
             await self._save_if_possible(response, tenant)
+        elif response.saved:
+            with suppress(HoldfastError):
+                await self._journal.delete_objects(tenant, [f"response/{response.id}"])
 
     async def _cancelled(self, response: StoredResponse, tenant: str) -> None:
         """Its client left, and its turn was rolled back."""

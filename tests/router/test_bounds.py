@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,6 +56,27 @@ async def test_a_tenant_has_so_many_open_sessions(tmp_path: Path) -> None:
             assert ("holdfast-code", "too_many_sessions") in tuple(error.trailing_metadata() or ())
         await stub.Release(pb.ReleaseRequest(session_id="a"))
         await stub.Open(pb.OpenRequest(session_id="b"))
+
+
+async def test_what_responses_and_conversations_leave_in_the_journal_is_bounded(tmp_path: Path) -> None:
+    async with running(tmp_path, num_workers=1, max_sessions_per_tenant=1) as cluster:
+        journal, context_len = cluster.router.gateway.journal, cluster.router.gateway.context_len
+        async with httpx.AsyncClient(base_url=f"{cluster.url}/v1", timeout=30) as http:
+            made = (await http.post("/conversations", json={})).json()["id"]
+            for path, body in (("conversations", {}), ("responses", {"input": "Hello"})):
+                refused = await http.post(f"/{path}", json=body)
+                assert refused.status_code == 429 and refused.json()["error"]["code"] == "too_many_sessions"
+            assert [key for key, _ in await journal.list_objects("", "conversation/")] == [f"conversation/{made}"]
+            assert not await journal.list_objects("", "response/"), "nobody was told of it"
+            item = {"role": "user", "content": "a"}
+            known = {f"items/{made}/{i:012d}": json.dumps(item).encode() for i in range(context_len - 1)}
+            await journal.put_objects("", known)
+            more = f"/conversations/{made}/items"
+            assert (await http.post(more, json={"items": [item]})).status_code == 200
+            full = await http.post(more, json={"items": [item]})
+            assert full.status_code == 400 and f"{context_len} at most" in full.json()["error"]["message"]
+            assert (await http.delete(f"/conversations/{made}")).status_code == 200
+            assert (await http.post("/responses", json={"input": "Hello", "max_output_tokens": 1})).status_code == 200
 
 
 async def test_a_turn_that_takes_too_long_is_told_so(tmp_path: Path) -> None:
