@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -79,11 +80,6 @@ def _abort_anybody_s_turn(self: SqliteJournal, session_id: str, turn_id: str) ->
     return ours
 
 
-async def _forget_nothing(self: Gateway, turn: LiveTurn, session: Any) -> None:
-    with mock.patch.object(Sessions, "forget"):
-        await _roll_back(self, turn, session)
-
-
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
     "a stale epoch is accepted": lambda: mock.patch.object(SqliteJournal, "_fenced", _accept_any_epoch),
@@ -96,9 +92,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a router rolls back the turn of another": lambda: mock.patch.object(
         SqliteJournal, "_abort_turn", _abort_anybody_s_turn
     ),
-    "a turn that was done when its client left is forgotten": lambda: mock.patch.object(
-        Gateway, "_roll_back", _forget_nothing
-    ),
+    "a turn that was done when its client left is forgotten": lambda: _remembers_what_it_rolls_back(),
     "a turn that fails for want of a worker is rolled back": lambda: mock.patch.object(
         Gateway, "_leave_shown", Gateway._roll_back
     ),
@@ -110,6 +104,23 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "the digest is not compared": lambda: _skips_a_cut(),
 }
+
+
+@contextlib.contextmanager
+def _remembers_what_it_rolls_back() -> Iterator[None]:
+    """A router that finds a turn done after all goes on with what it knew of its session."""
+    forget, rolling_back = Sessions.forget, contextvars.ContextVar("rolling_back", default=False)
+
+    async def roll_back(self: Gateway, turn: LiveTurn, session: Any) -> None:
+        rolling_back.set(True)  # in this turn's end alone: it is a task of its own
+        await _roll_back(self, turn, session)
+
+    def forget_else(self: Sessions, session_id: str) -> None:
+        if not rolling_back.get():
+            forget(self, session_id)
+
+    with mock.patch.object(Gateway, "_roll_back", roll_back), mock.patch.object(Sessions, "forget", forget_else):
+        yield
 
 
 @contextlib.contextmanager
