@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import PromptTooLong, QueueFull, SessionBusy
@@ -42,7 +42,7 @@ class Played:
         for work in step.work:
             if work.samples:
                 work.turn.tokens.append(sum(work.turn.tokens) % 5)
-                if work.turn.num_output >= work.turn.params.max_tokens:
+                if work.turn.finish_by_token(work.turn.tokens[-1], frozenset(), self.scheduler.max_len):
                     self.scheduler.finish(work.turn, Outcome.COMPLETED)
         report = self.cache.audit()
         assert report.ok, report
@@ -50,6 +50,7 @@ class Played:
 
 
 @settings(max_examples=150, deadline=None)
+@example(arrivals=[(0, 39, 12, 0, False)], page_size=1, tokens=48, step_tokens=4)  # ends where the pool does
 @given(
     arrivals=ARRIVALS,
     page_size=st.sampled_from([1, 4, 16]),
