@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError
 from router.config import RouterConfig
-from router.journal import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
+from router.journal.interface import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
 from workers.config import BUNDLED_MODEL, EngineConfig
+
+MAX_PORT = 65535
 
 
 class Config(BaseModel):
-    """Settings of a cluster. Where SGLang has the setting, the name is SGLang's."""
+    """Settings of a cluster. Settings that SGLang has too have SGLang's names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,62 +30,89 @@ class Config(BaseModel):
     tp_placement: Literal["STRICT_PACK", "PACK", "SPREAD"] = Field(
         "STRICT_PACK", description="a worker's ranks on one node, on few, or on many"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the ranks")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
     )
     host: str = Field("127.0.0.1", description="address the router listens on")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any")
-    api_key: list[str] = Field([], description="accepted keys, each a tenant; none: open")
+    port: int = Field(8000, ge=0, le=MAX_PORT, description="HTTP port; 0: any")
+    grpc_port: int = Field(50051, ge=0, le=MAX_PORT, description="gRPC port; 0: any")
+    api_key: list[str] = Field([], description="accepted keys, each a tenant; none: no authentication")
     address: str | None = Field(None, description="existing Ray cluster to join; default: a fresh local one")
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
     context_length: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's")
     max_total_tokens: int | None = Field(None, ge=2, description="KV capacity of a worker in tokens")
     chunked_prefill_size: int = Field(512, ge=1, description="tokens computed in a step")
     max_running_requests: int = Field(32, ge=1, description="turns in a worker's batch")
-    max_queued_requests: int = Field(256, ge=1, description="turns that wait on a worker; more get 429")
+    max_queued_requests: int = Field(256, ge=1, description="turns that wait on a worker; beyond it 429")
     max_sessions: int = Field(1024, ge=2, description="sessions whose KV a worker keeps between turns")
-    threads_per_worker: int | None = Field(None, ge=1, description="CPU threads a rank; default: cores shared out")
+    threads_per_worker: int | None = Field(
+        None, ge=1, description="CPU threads a rank; default: the cores divided by the ranks"
+    )
     journal_path: Path = Field(Path("holdfast.db"), description="the journal's SQLite file")
-    journal_url: str | None = Field(None, description="redis://...: a journal for many machines")
-    routers: int = Field(1, ge=1, le=64, description="routers over one journal; their ports count up from --port")
+    ray_log: Path | None = Field(
+        None, description="file for Ray's messages; default: holdfast-ray.log beside the journal"
+    )
+    journal_url: str | None = Field(None, description="redis://...: a journal for routers on many machines")
+    routers: int = Field(
+        1, ge=1, le=64, description="routers over one journal, on consecutive ports from --port and --grpc-port on"
+    )
     journal_durability: Literal["process", "power"] = Field(
         "process", description="process: survives kill -9; power: fsync before a token is shown"
     )
-    max_live_turns: int = Field(256, ge=1, description="turns that run or wait on the router; more get 429")
+    max_live_turns: int = Field(256, ge=1, description="turns that run or wait on a router; beyond it 429")
     max_turns_per_tenant: int | None = Field(
-        None, ge=1, description="of those, one tenant's; default: half of them where there are several tenants"
+        None, ge=1, description="the same of one tenant; default: half of all if there are several tenants"
     )
     max_sessions_per_tenant: int = Field(
-        MAX_SESSIONS_PER_TENANT, ge=1, description="open sessions of a tenant; more get 429"
+        MAX_SESSIONS_PER_TENANT, ge=1, description="open sessions of a tenant; beyond it 429"
     )
     tombstone_retention_s: float = Field(
-        TOMBSTONE_RETENTION_S, ge=60, description="how long a released session's id stays gone"
+        TOMBSTONE_RETENTION_S, ge=60, description="how long the id of a released session cannot be used again"
     )
-    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="size of a request; a larger one gets 413")
-    turn_deadline_s: float = Field(3600.0, gt=0, description="how long a turn may take altogether before 504")
-    max_failovers: int = Field(4, ge=0, description="workers that a turn may lose with no token between, before 500")
-    max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait on one session; more get 429")
-    worker_lease_s: float = Field(2.0, gt=0.5, description="silence after which a worker is taken for dead")
-    worker_wait_s: float = Field(20.0, gt=0, description="wait for a live worker before 503")
-    rank_lease_s: float = Field(2.0, gt=0.5, description="silence after which ranks take each other for dead")
-    collective_timeout_s: float = Field(30.0, gt=0, description="deadline of a collective, and of ranks to meet")
-    token_timeout_s: float = Field(120.0, gt=0, description="wait for a turn's next token before 504")
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="size of a request; beyond it 413")
+    turn_deadline_s: float = Field(3600.0, gt=0, description="duration of a turn; beyond it 504")
+    max_failovers: int = Field(4, ge=0, description="failovers of a turn without a token in between; beyond it 500")
+    max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait for one session; beyond it 429")
+    worker_lease_s: float = Field(2.0, gt=0.5, description="silence after which a worker is considered lost")
+    worker_wait_s: float = Field(20.0, gt=0, description="how long a turn waits for a living worker; beyond it 503")
+    rank_lease_s: float = Field(2.0, gt=0.5, description="silence between ranks after which they end")
+    collective_timeout_s: float = Field(30.0, gt=0, description="deadline of a collective, and of the ranks to connect")
+    token_timeout_s: float = Field(120.0, gt=0, description="how long a turn waits for its next token; beyond it 504")
     control_timeout_s: float = Field(10.0, gt=0, description="deadline of release, free_tail, fork, audit")
     start_timeout_s: float = Field(120.0, gt=0, description="deadline for a worker to load its model and serve")
-    handover_timeout_s: float = Field(60.0, ge=0, description="how long a drain goes on handing KV over")
+    migration_timeout_s: float = Field(60.0, ge=0, description="how long a drain migrates KV")
     rebalance_per_s: float = Field(
-        4.0, ge=0, description="sessions that may move in a second from a worker with many to one with few; 0: none"
+        4.0, ge=0, description="sessions a second that may migrate from a worker with many to one with few; 0: none"
     )
-    drain_timeout_s: float = Field(5.0, ge=0, description="how long live turns may go on at shutdown")
+    drain_timeout_s: float = Field(5.0, ge=0, description="how long live turns may continue at shutdown")
+
+    def check(self) -> None:
+        """Check what no single field can. Raises ConfigError."""
+        if not (self.model / "config.json").is_file():
+            raise ConfigError(f"model: {self.model} is not a checkpoint folder (it has no config.json)")
+        http = range(self.port, self.port + self.routers if self.port else 0)
+        grpc = range(self.grpc_port, self.grpc_port + self.routers if self.grpc_port else 0)
+        if set(http) & set(grpc):
+            raise ConfigError(
+                f"port, grpc_port: with routers {self.routers}, HTTP ports {http[0]}-{http[-1]} and gRPC ports "
+                f"{grpc[0]}-{grpc[-1]} overlap"
+            )
+        last = max(http[-1] if http else 0, grpc[-1] if grpc else 0)
+        if last > MAX_PORT:
+            raise ConfigError(f"port, grpc_port: with routers {self.routers}, port {last} is above {MAX_PORT}")
+
+    @property
+    def ray_log_path(self) -> Path:
+        """The file for what Ray prints."""
+        return (self.ray_log or self.journal_path.with_name("holdfast-ray.log")).resolve()
 
     def engine(self) -> EngineConfig:
-        """What each worker is told. Raises ConfigError."""
+        """The settings of each rank. Raises ConfigError."""
         if not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, not {self.page_size}")
         if self.max_running_requests > self.max_sessions:
-            raise ConfigError("max_sessions: must be at least max_running_requests, each turn holds a slot")
+            raise ConfigError("max_sessions: must be at least max_running_requests, because each turn owns a slot")
         return EngineConfig(
             model=self.model.resolve(),
             device=self.device,
@@ -101,7 +130,7 @@ class Config(BaseModel):
         )
 
     def router(self, index: int = 0) -> RouterConfig:
-        """What router number ``index`` is told."""
+        """The settings of router number ``index``."""
         return RouterConfig(
             model=self.model.resolve(),
             served_model_name=self.served_model_name or self.model.resolve().name,
@@ -124,13 +153,13 @@ class Config(BaseModel):
             worker_wait_s=self.worker_wait_s,
             token_timeout_s=self.token_timeout_s,
             control_timeout_s=self.control_timeout_s,
-            handover_timeout_s=self.handover_timeout_s,
+            migration_timeout_s=self.migration_timeout_s,
             drain_timeout_s=self.drain_timeout_s,
         )
 
 
 def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
-    """The file's keys, then the flags over them. Raises ConfigError, naming the key (and the nearest)."""
+    """The file's keys, overridden by the flags. Raises ConfigError, which names the key."""
     values: dict[str, Any] = {}
     if file is not None:
         try:
@@ -140,7 +169,7 @@ def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {file} is not valid YAML: {error}") from None
         if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"config: {file} must hold keys and values")
+            raise ConfigError(f"config: {file} must contain keys and values")
         values = {str(key).replace("-", "_"): value for key, value in (loaded or {}).items()}
     values |= flags
     for key in values:
@@ -148,8 +177,10 @@ def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
             nearest = difflib.get_close_matches(key, Config.model_fields, 1, 0.0)
             raise ConfigError(f"config: unknown key {key!r}; the nearest valid key is {nearest[0]!r}")
     try:
-        return Config(**values)
+        config = Config(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{name}: {first['msg']} (given: {first['input']!r})") from None
+    config.check()
+    return config

@@ -1,8 +1,8 @@
-"""Starts what a cluster is made of, and each part again when it breaks.
+"""Starts the components of a cluster, and starts each again when it fails.
 
-What a part is, and how it is started and ended, is the places' affair: Ray's (``ray_cluster``), or the
-simulator's. Every part has a task of its own here, so that none waits for another: a router that is
-stopped holds up no worker's restart.
+A component is a worker or a router. How one is started and ended is its own affair: on Ray
+(``ray_backend``), or in the simulator. Every component has a task of its own here, so that none waits for
+another: a router that is stopped does not delay a worker's restart.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
-from router.workers import WorkerAddress
+from router.fleet.link import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
 RESTART_PAUSE_S = 1.0
-"""Between a failed start and the next: what cannot start must not spin."""
-TELL_PAUSE_S = 0.2
+"""Pause after a failed start, so that a component that cannot start does not spin."""
+ANNOUNCE_RETRY_S = 0.2
 READY_POLL_S = 0.02
 
 
-class Place(Protocol):
-    """Where a part of the cluster lives, incarnation after incarnation."""
+class Component(Protocol):
+    """A part of the cluster that runs as one incarnation after another."""
 
     name: str
 
-    async def broken(self) -> str:
-        """Returns, with the reason, when what runs here has to be replaced."""
+    async def failed(self) -> str:
+        """Returns, with the reason, when the running incarnation must be replaced."""
 
     async def end(self) -> None:
-        """End whatever runs here, in whatever state it is; returns when it is gone."""
+        """End the running incarnation, whatever state it is in; returns when it is gone."""
 
 
-class WorkerPlace(Place, Protocol):
-    """A worker's. ``address``: of the incarnation that serves now."""
+class WorkerComponent(Component, Protocol):
+    """A worker. ``address``: of the incarnation that serves now."""
 
     address: WorkerAddress | None
 
@@ -43,8 +43,8 @@ class WorkerPlace(Place, Protocol):
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""
 
 
-class RouterPlace(Place, Protocol):
-    """A router's. Its methods raise HoldfastError where the router does not answer."""
+class RouterComponent(Component, Protocol):
+    """A router. Its methods raise HoldfastError if the router does not answer."""
 
     @property
     def serves(self) -> bool: ...
@@ -52,26 +52,27 @@ class RouterPlace(Place, Protocol):
     async def start(self, workers: list[WorkerAddress]) -> None:
         """Start another router; returns when it serves."""
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None: ...
+    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+        """Replace the router's set of workers."""
 
     async def ready_workers(self) -> list[str]:
-        """The workers that it reaches."""
+        """The workers that the router reaches."""
 
-    async def rebalance(self, max_moves: int) -> int:
-        """Have it move idle sessions to where there are few; returns how many moved."""
+    async def rebalance(self, max_sessions: int) -> int:
+        """Have the router migrate idle sessions to workers with few. Returns how many it migrated."""
 
 
 class Supervisor:
-    """Keeps every place filled, and every router told of the workers that live.
+    """Keeps every component running, and announces the living workers to every router.
 
-    ``start_timeout_s``: how long an incarnation may take to serve; ``rebalance_per_s``: sessions that may
-    move in a second, 0 for none.
+    ``start_timeout_s``: deadline of an incarnation's start. ``rebalance_per_s``: limit of sessions
+    migrated a second, 0 for none.
     """
 
     def __init__(
         self,
-        workers: Sequence[WorkerPlace],
-        routers: Sequence[RouterPlace],
+        workers: Sequence[WorkerComponent],
+        routers: Sequence[RouterComponent],
         *,
         start_timeout_s: float,
         rebalance_per_s: float,
@@ -82,16 +83,16 @@ class Supervisor:
         self._keepers: list[asyncio.Task[None]] = []
 
     def addresses(self) -> list[WorkerAddress]:
-        """The workers that live now."""
+        """The workers that serve now."""
         return [worker.address for worker in self._workers if worker.address is not None]
 
     async def start(self) -> None:
-        """Start everything, and keep it; returns when every router reaches every worker.
+        """Start every component and keep it running; returns when every router reaches every worker.
 
         Raises HoldfastError, or TimeoutError after ``start_timeout_s``.
         """
         async with asyncio.timeout(self._start_timeout_s):
-            # Together: loading is the slow part, and the cores share it anyway.
+            # All at once: loading takes longest, and the components share the cores anyway.
             await asyncio.gather(
                 *(worker.start() for worker in self._workers), *(router.start([]) for router in self._routers)
             )
@@ -100,77 +101,77 @@ class Supervisor:
             for router in self._routers:
                 while len(await router.ready_workers()) < len(self._workers):
                     await asyncio.sleep(READY_POLL_S)
-        lives: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-            *((worker.name, lambda worker=worker: self._live_as_worker(worker)) for worker in self._workers),
-            *((router.name, lambda router=router: self._live_as_router(router)) for router in self._routers),
+        loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            *((worker.name, lambda worker=worker: self._watch_worker(worker)) for worker in self._workers),
+            *((router.name, lambda router=router: self._watch_router(router)) for router in self._routers),
         ]
         if self._rebalance_per_s:
-            lives.append(("rebalancing", self._rebalance))
-        self._keepers = [asyncio.create_task(self._keep(name, live)) for name, live in lives]
+            loops.append(("rebalancing", self._rebalance))
+        self._keepers = [asyncio.create_task(self._repeat(name, loop)) for name, loop in loops]
 
     async def stop(self) -> None:
-        """Start nothing any more; what runs goes on running."""
+        """Stop supervising. Running components continue."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    # ---- one task each ------------------------------------------------------------------------------
+    # ---- one task for each component ----------------------------------------------------------------
 
-    async def _keep(self, name: str, live: Callable[[], Awaitable[None]]) -> None:
-        """One life after another, for ever: whatever goes wrong in one, the place is not given up."""
+    async def _repeat(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        """Run ``loop`` again and again, whatever goes wrong in it."""
         while True:
             try:
-                await live()
+                await loop()
             except (HoldfastError, TimeoutError) as error:
-                log.error("%s does not start: %s; trying again", name, error)
+                log.error("%s does not start: %s; retrying", name, error)
                 await asyncio.sleep(RESTART_PAUSE_S)
             except Exception:
-                log.exception("%s: the supervisor's own mistake; trying again", name)
+                log.exception("%s: internal error of the supervisor; retrying", name)
                 await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def _live_as_worker(self, worker: WorkerPlace) -> None:
-        """Wait until the worker breaks, and start its next incarnation."""
+    async def _watch_worker(self, worker: WorkerComponent) -> None:
+        """Wait until the worker fails, and start its next incarnation."""
         if worker.address is not None:
-            log.warning("%s: %s; starting its next incarnation", worker.name, await worker.broken())
+            log.warning("%s: %s; starting its next incarnation", worker.name, await worker.failed())
             worker.address = None
-            self._announce()
+            self._workers_changed()
         await worker.end()
         async with asyncio.timeout(self._start_timeout_s):
             await worker.start()
-        self._announce()
+        self._workers_changed()
 
-    async def _live_as_router(self, router: RouterPlace) -> None:
-        """Keep the router told of the workers until it breaks, and start another."""
+    async def _watch_router(self, router: RouterComponent) -> None:
+        """Announce the workers to the router until it fails, and start another."""
         if router.serves:
-            telling = asyncio.create_task(self._tell(router))
+            announcing = asyncio.create_task(self._announce(router))
             try:
-                log.warning("%s: %s; starting another", router.name, await router.broken())
+                log.warning("%s: %s; starting another", router.name, await router.failed())
             finally:
-                telling.cancel()
+                announcing.cancel()
         await router.end()
         async with asyncio.timeout(self._start_timeout_s):
             await router.start(self.addresses())
 
-    async def _tell(self, router: RouterPlace) -> None:
-        """Again after each change, with what is true then; a router that answers late misses none."""
+    async def _announce(self, router: RouterComponent) -> None:
+        """Announce the current workers after each change, so that a slow router misses none."""
         while True:
             changed = self._changed
             try:
                 await router.set_workers(self.addresses())
             except HoldfastError as error:
-                log.info("%s was not told of the workers: %s", router.name, error)
-                await asyncio.sleep(TELL_PAUSE_S)
+                log.info("cannot announce the workers to %s: %s", router.name, error)
+                await asyncio.sleep(ANNOUNCE_RETRY_S)
             else:
                 await changed.wait()
 
-    def _announce(self) -> None:
+    def _workers_changed(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def _rebalance(self) -> None:
-        """Have a router move some sessions, no faster than they may.
+        """Have one router migrate some sessions, within the rate limit.
 
-        One asks for all routers: several that saw the same imbalance would turn it round.
+        One router acts for all: several that see the same imbalance would overshoot.
         """
         pause_s = max(1.0, 1 / self._rebalance_per_s)
         await asyncio.sleep(pause_s)

@@ -10,24 +10,24 @@ import psutil
 import ray
 
 from router.config import RouterConfig
-from router.workers import WorkerAddress
+from router.fleet.link import WorkerAddress
 
 
 @ray.remote
 class RouterActor:
-    """One router: serves until it is stopped or killed."""
+    """One router. Serves until it is stopped or killed."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._stopped = asyncio.Event()
 
     async def start(self, workers: list[WorkerAddress]) -> tuple[int, int]:
-        """Serve; returns the HTTP and the gRPC port."""
-        # transformers would import torch where it finds it: 270 MB and more time than all the rest of a
-        # start takes, for a process that computes nothing.
-        sys.modules["torch"] = None  # type: ignore[assignment]
+        """Start to serve. Returns the HTTP and the gRPC port."""
+        # Keep transformers from importing torch, which takes 270 MB and most of the start's time, and which
+        # a router does not use.
+        sys.modules["torch"] = None  # type: ignore[assignment]  # None makes `import torch` fail
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-        # Not at the top: the tokenizer's imports are the router's process's alone.
+        # Imported here, because only the router's own process needs the tokenizer.
         from router.app import RouterServer
 
         self._server = RouterServer(self._config)
@@ -38,19 +38,19 @@ class RouterActor:
         await self._server.set_workers(workers)
 
     async def process(self) -> tuple[int, float]:
-        """The pid, and when it was created: a pid alone could be another's by now."""
+        """The process's pid and start time: pids are reused."""
         return os.getpid(), psutil.Process().create_time()
 
     async def ready_workers(self) -> list[str]:
         """The workers that this router reaches."""
-        return [link.name for link in self._server.gateway.alive_links()]
+        return [link.name for link in self._server.core.fleet.alive()]
 
-    async def rebalance(self, max_moves: int) -> int:
-        """Move idle sessions from a worker with many to one with few; returns how many moved."""
-        return await self._server.gateway.moves.rebalance(max_moves)
+    async def rebalance(self, max_sessions: int) -> int:
+        """Migrate idle sessions from a worker with many to one with few. Returns how many were migrated."""
+        return await self._server.core.migrator.rebalance(max_sessions)
 
     async def wait(self) -> None:
-        """Returns when the router was stopped; fails with ActorDiedError when its process died."""
+        """Returns when the router was stopped. Ray raises ActorDiedError when its process died."""
         await self._stopped.wait()
 
     async def stop(self) -> None:

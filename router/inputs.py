@@ -1,6 +1,6 @@
-"""What a turn's client sends, as tokens after what its session has.
+"""A turn's input as tokens that follow its session's.
 
-Tokenizing a long text takes seconds, and the turns of a router share one thread: so it is done in another.
+Tokenizing a long text takes seconds, and all turns of a router share one event loop, so it runs in a thread.
 """
 
 from __future__ import annotations
@@ -11,40 +11,58 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast.errors import PromptTooLong
-from router.gateway import Gateway
-from router.sessions import Session
-from router.turns import Prepare
+from router.fleet.fleet import Fleet
+from router.text import TextCodec
+from router.turns.sessions import Session
+from router.turns.turn import Prepare
 
 T = TypeVar("T")
 SHORT = 4096
-"""Characters, or tokens, that are turned into the other at once: a millisecond or two."""
+"""Characters or tokens that are converted in the event loop: a millisecond or two."""
 
 
-async def encode(gateway: Gateway, text: str, *, special: bool) -> array[int]:
-    """``text`` as tokens; ``special``: with what comes before a whole input. Raises PromptTooLong."""
-    _refuse_too_long(gateway, text)
-    return array("i", await _beside(len(text), gateway.codec.encode, text, special=special))
+class InputEncoder:
+    """Tokenizes inputs, and refuses those that cannot fit into the context."""
+
+    def __init__(self, codec: TextCodec, fleet: Fleet) -> None:
+        self._codec = codec
+        self._fleet = fleet
+
+    async def encode(self, text: str, *, special: bool) -> array[int]:
+        """``text`` as tokens; with ``special``, preceded by the tokens that start an input. Raises PromptTooLong."""
+        self._refuse_too_long(text)
+        return array("i", await _in_thread_if_long(len(text), self._codec.encode, text, special=special))
+
+    def of_text(self, text: str, *, special: bool) -> Prepare:
+        """The request has the whole history as text: keep the session's tokens for it, and add the rest."""
+
+        async def prepare(session: Session | None) -> tuple[int, array[int]]:
+            if session is None:
+                return 0, await self.encode(text, special=special)
+            self._refuse_too_long(text)
+            # Copied: if the client leaves, the session goes to its next turn while the thread continues.
+            codec, known = self._codec, session.tokens[:]
+            if session.text is None:
+                session.text = await _in_thread_if_long(len(known), codec.decode, known)
+            keep_len, added = await _in_thread_if_long(
+                len(text), codec.continue_session, known, session.text, text, special=special
+            )
+            return keep_len, array("i", added)
+
+        return prepare
+
+    def _refuse_too_long(self, text: str) -> None:
+        """Refuse, before it is tokenized, a text that is too long even for the longest tokens."""
+        context_len = self._fleet.context_len
+        longest = context_len * self._codec.longest_token
+        if longest and len(text) > longest:
+            raise PromptTooLong(
+                f"the input of {len(text)} characters cannot fit into {context_len} tokens, the maximum length"
+            )
 
 
-def prepare_text(gateway: Gateway, text: str, *, special: bool) -> Prepare:
-    """The request carries the whole history as text: keep what the session has of it, add the rest."""
-
-    async def prepare(session: Session | None) -> tuple[int, array[int]]:
-        if session is None:
-            return 0, await encode(gateway, text, special=special)
-        _refuse_too_long(gateway, text)
-        # A copy: a client that leaves now gives its session to the next turn, and the thread goes on.
-        codec, known = gateway.codec, session.tokens[:]
-        if session.text is None:
-            session.text = await _beside(len(known), codec.decode, known)
-        keep_len, added = await _beside(len(text), codec.continue_session, known, session.text, text, special=special)
-        return keep_len, array("i", added)
-
-    return prepare
-
-
-def prepare_tokens(ids: array[int]) -> Prepare:
-    """The same for a history of token ids."""
+def of_tokens(ids: array[int]) -> Prepare:
+    """The request has the whole history as token ids: keep the common prefix, and add the rest."""
 
     async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = 0
@@ -57,16 +75,7 @@ def prepare_tokens(ids: array[int]) -> Prepare:
     return prepare
 
 
-async def _beside(size: int, work: Callable[..., T], *args: Any, **keywords: Any) -> T:
+async def _in_thread_if_long(size: int, work: Callable[..., T], *args: Any, **keywords: Any) -> T:
     if size <= SHORT:
         return work(*args, **keywords)
     return await asyncio.to_thread(work, *args, **keywords)
-
-
-def _refuse_too_long(gateway: Gateway, text: str) -> None:
-    """Before it is tokenized, what no tokens of this model could make fit."""
-    longest = gateway.context_len * gateway.codec.longest_token
-    if longest and len(text) > longest:
-        raise PromptTooLong(
-            f"the input of {len(text)} characters cannot fit into {gateway.context_len} tokens, the maximum length"
-        )

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a router, and of its workers as their beats tell them."""
+"""Prometheus metrics of a router, and of its workers as of their last beats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 
 
 class Metrics:
-    """One registry a router: several may live in one process, as in tests."""
+    """One registry a router: tests run several routers in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -24,15 +24,15 @@ class Metrics:
         self.turns = Counter("holdfast_turns", "Turns ended, by reason", ["reason"], registry=r)
         self.tokens = Counter("holdfast_output_tokens", "Tokens shown to clients", registry=r)
         self.rejected = Counter("holdfast_rejected_turns", "Turns refused with 429", registry=r)
-        self.resumed = Counter("holdfast_resumed_turns", "Turns of lost routers that went on here", registry=r)
-        self.failovers = Counter("holdfast_failovers", "Live turns moved off a lost worker", registry=r)
-        self.handovers = Counter(
-            "holdfast_handovers",
-            "Sessions that were to move: moved with their KV, or left to be computed again",
+        self.resumed = Counter("holdfast_resumed_turns", "Turns resumed here, of routers that were lost", registry=r)
+        self.failovers = Counter("holdfast_failovers", "Live turns failed over from a lost worker", registry=r)
+        self.migrations = Counter(
+            "holdfast_migrations",
+            "Session migrations: migrated with their KV, or refused",
             ["outcome"],
             registry=r,
         )
-        self.handover_bytes = Counter("holdfast_handover_bytes", "KV that moved with sessions, all ranks", registry=r)
+        self.migration_bytes = Counter("holdfast_migration_bytes", "KV migrated with sessions, all ranks", registry=r)
         self.failover = Histogram(
             "holdfast_failover_seconds",
             "Stages of a failover: place (choose and journal the new pin), first_token (submit to next token)",
@@ -47,11 +47,12 @@ class Metrics:
             "holdfast_inter_token_seconds", "Between a turn's tokens", buckets=INTER_TOKEN_BUCKETS, registry=r
         )
 
-    def saw_tokens(self, count: int, after_s: float, first: bool) -> None:
+    def observe_tokens(self, count: int, after_s: float, first: bool) -> None:
+        """``count`` tokens of a turn arrived, ``after_s`` after the request or the tokens before them."""
         self.tokens.inc(count)
         (self.ttft if first else self.inter_token).observe(after_s)
 
-    def watch_gateway(
+    def watch(
         self,
         workers: Callable[[], list[worker_pb2.WorkerStats]],
         live_turns: Callable[[], int],
@@ -65,12 +66,14 @@ class Metrics:
 
 
 class _Live(Collector):
-    """What is read at the moment of a scrape."""
+    """Gauges that are read at each scrape."""
 
     def __init__(self, alive: Callable[[], int], live_turns: Callable[[], int], sessions: Callable[[], int]) -> None:
         self._alive, self._live_turns, self._sessions = alive, live_turns, sessions
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("holdfast_live_turns", "Turns running or waiting here", value=self._live_turns())
+        yield GaugeMetricFamily(
+            "holdfast_live_turns", "Turns running or waiting on this router", value=self._live_turns()
+        )
         yield GaugeMetricFamily("holdfast_router_sessions", "Sessions in this router's memory", value=self._sessions())
         yield GaugeMetricFamily("holdfast_workers_alive", "Workers that this router reaches", value=self._alive())

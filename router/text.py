@@ -1,4 +1,4 @@
-"""Text to tokens and back: chat templates, incremental decoding, stop strings."""
+"""Conversion between text and tokens: chat templates, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ class TextCodec:
         self._backend = self._tokenizer.backend_tokenizer
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self.longest_token = max(map(len, self._backend.get_vocab()))
-        """In characters. A token stands for as many of a text at most."""
+        """The longest token in characters."""
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``; ``special``: with what the tokenizer puts around a whole input (BOS)."""
+        """Token ids of ``text``; with ``special``, including the tokens that start an input (BOS)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
-        """The text of ``tokens``; ``special``: special tokens are spelled out."""
+        """The text of ``tokens``; with ``special``, including special tokens."""
         text: str = self._backend.decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation as the model reads it, up to where the assistant speaks. Raises InvalidRequest."""
+        """The conversation in the model's chat template, up to the assistant's answer. Raises InvalidRequest."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidRequest(f"messages: the model's chat template refuses them: {error}") from None
+            raise InvalidRequest(f"messages: the model's chat template rejects them: {error}") from None
         return text
 
     def stream(self, stops: Sequence[str] = (), min_tokens: int = 0) -> OutputText:
+        """A new turn's output text."""
         return OutputText(self._backend, stops, min_tokens)
 
     def continue_session(
         self, known: array[int], known_text: str, text: str, *, special: bool
     ) -> tuple[int, list[int]]:
-        """How a session whose tokens are ``known`` comes to hold ``text``: (tokens to keep, tokens to add).
+        """How to make a session with tokens ``known`` hold ``text``: (number of tokens to keep, tokens to add).
 
-        Clients send text, and text that the model wrote need not tokenize to the tokens it was written
-        with. So when the text begins with what the session says, all of its tokens are kept and only
-        the rest is tokenized. Otherwise the whole is, and the common prefix of tokens is kept.
+        Text that a model generated need not tokenize to the tokens it was generated as. If ``text`` begins
+        with the session's text, all of the session's tokens are kept and only the rest is tokenized.
+        Otherwise the whole text is tokenized, and the common prefix of tokens is kept.
         """
         if known and text.startswith(known_text) and len(text) > len(known_text):
             rest = text[len(known_text) :]
@@ -72,9 +73,9 @@ class TextCodec:
 
 
 class OutputText:
-    """A turn's output as text, token by token. Holds back what may be the start of a stop string.
+    """A turn's output as text, token by token. Holds back text that may be the start of a stop string.
 
-    What the first ``min_tokens`` say is text whatever it is, as it is for the worker that looks for stops.
+    Stop strings are not matched in the first ``min_tokens``, as on the worker.
     """
 
     def __init__(self, backend: Any, stops: Sequence[str], min_tokens: int) -> None:
@@ -85,7 +86,7 @@ class OutputText:
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that may be shown after ``tokens``."""
+        """The text that can be shown after these tokens."""
         shown = ""
         for token in tokens:
             self._held += self._detokenizer.push(token)
@@ -97,12 +98,12 @@ class OutputText:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that came first, if one did."""
+        """The first stop string in the text, if there is one."""
         found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         return min(found)[1] if found else None
 
     def finish(self, matched: str | None) -> str:
-        """The rest of the text; up to the stop string, if one ended the turn."""
+        """The rest of the text, up to the stop string that ended the turn, if one did."""
         end = self._held.find(matched) if matched else -1
         shown = self._show(self._held if end < 0 else self._held[:end])
         self._held = ""
@@ -115,7 +116,7 @@ class OutputText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the part of ``text`` to hold back: from a whole match on, or the longest start of ``stop``."""
+    """How many characters at the end of ``text`` to hold back: from a match on, or the start of one."""
     whole = text.find(stop)
     if whole >= 0:
         return len(text) - whole

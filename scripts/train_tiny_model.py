@@ -21,6 +21,7 @@ import random
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def docstrings_by_module() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _walk(node: ast.AST, name: str):
+def _walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         doc = ast.get_docstring(node)
         if doc and len(doc) > 20:

@@ -1,4 +1,4 @@
-"""A whole cluster in this process, without Ray: real engines, real gRPC, real HTTP, on free ports."""
+"""A cluster in this process, without Ray: real engines, real gRPC, real HTTP, on free ports."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch.distributed as dist
 
 from router.app import RouterServer
 from router.config import RouterConfig
-from router.workers import WorkerAddress
+from router.fleet.fleet import Fleet
+from router.fleet.link import WorkerAddress
 from tests.waiting import until
-from workers.collectives import Shard
 from workers.config import BUNDLED_MODEL, EngineConfig
-from workers.group import Seat, start_rank
-from workers.rank_server import RankServer
-from workers.server import WorkerServer
+from workers.models.parallel import Shard
+from workers.serving.group import RankIdentity, start_rank
+from workers.serving.rank_server import RankServer
+from workers.serving.worker_server import WorkerServer
 
 HOST = "127.0.0.1"
 ENGINE = EngineConfig(max_total_tokens=16_384, max_running_requests=8)
@@ -61,40 +64,45 @@ class Harness:
     async def announce(self) -> None:
         for router in self.routers:
             await router.set_workers(list(self.addresses.values()))
-            alive = router.gateway.alive_links
-            await until(lambda alive=alive: len(alive()) == len(self.addresses), 20, "workers to be reached")
+            fleet = router.core.fleet
+            await until(partial(self._reaches_all, fleet), 20, "workers to be reached")
+
+    def _reaches_all(self, fleet: Fleet) -> bool:
+        return len(fleet.alive()) == len(self.addresses)
 
     async def lose_worker(self, worker_id: str) -> None:
         """Stop a worker under its streams, as its death would look from the router."""
         del self.addresses[worker_id]
         leader = self.workers.pop(worker_id)
+        assert leader._server is not None
         await leader._server.stop(None)  # with no time to end its turns
         await stop_group(leader, self.followers.pop(worker_id))
 
     def lose_router(self) -> RouterServer:
-        """The first router, as a kill -9 of it looks to the others: no word any more, turns left open."""
+        """Cut off the first router, as the others see its kill -9: it falls silent and leaves its turns open."""
         dead = self.routers.pop(0)
         self.lost_routers.append(dead)
 
-        async def leave_open(turn: object, *, completed: bool) -> None:
+        async def leave_open(turn: object, settle: object) -> None:
             pass
 
-        dead.gateway._end = leave_open  # type: ignore[method-assign]
-        dead._journal._beats.cancel()  # type: ignore[attr-defined]
-        for link in dead.gateway._links.values():
+        dead.core.gateway._end = leave_open  # type: ignore[method-assign]  # of this instance alone
+        journal: Any = dead._journal
+        journal._beats.cancel()
+        for link in dead.core.fleet._links.values():
             link._task.cancel()
         return dead
 
     def pinned_to(self, session_id: str) -> str:
-        session = self.router.gateway.sessions._sessions[session_id]
+        session = self.router.core.sessions._sessions[session_id]
         return session.record.worker.split("@")[0]
 
     async def assert_no_leak(self) -> None:
         """Every live worker's audit is clean, and nothing runs."""
         for router in self.routers:
-            await until(lambda r=router: not r.gateway.live_turns(), 10, "turns to end")
+            await until(partial(_has_no_turns, router), 10, "turns to end")
         for server in self.workers.values():
-            await until(lambda s=server: not s._leader.scheduler.turns, 10, "the engine to be idle")
+            await until(partial(_is_idle, server), 10, "the engine to be idle")
             report = await asyncio.wait_for(asyncio.wrap_future(server._leader.audit()), 10)
             assert report.ok and all(rank.num_running == 0 for rank in report.ranks), report
 
@@ -102,15 +110,24 @@ class Harness:
         return grpc.aio.insecure_channel(self.grpc_targets[router])
 
 
+def _has_no_turns(router: RouterServer) -> bool:
+    return not router.core.live.ids()
+
+
+def _is_idle(server: WorkerServer) -> bool:
+    return not server._leader.scheduler.turns
+
+
 async def start_group(
     worker_id: str, incarnation: int, engine: EngineConfig, tp: int = 1, on_lost: Callable[[str], None] = print
 ) -> tuple[WorkerServer, list[RankServer], str]:
     """A worker of ``tp`` ranks: the leader, its followers, its address."""
     store = dist.HashStore() if tp > 1 else None
-    seats = [Seat(worker_id, incarnation, Shard(rank, tp), HOST, "here") for rank in range(tp)]
-    started = await asyncio.gather(*(start_rank(seat, engine, store, on_lost) for seat in seats))
-    (leader, address), followers = started[0], [server for server, _ in started[1:]]
-    assert isinstance(leader, WorkerServer) and all(isinstance(server, RankServer) for server in followers)
+    ranks = [RankIdentity(worker_id, incarnation, Shard(rank, tp), HOST, "here") for rank in range(tp)]
+    started = await asyncio.gather(*(start_rank(rank, engine, store, on_lost) for rank in ranks))
+    leader, address = started[0]
+    followers = [server for server, _ in started[1:] if isinstance(server, RankServer)]
+    assert isinstance(leader, WorkerServer) and len(followers) == tp - 1
     return leader, followers, address
 
 
@@ -130,7 +147,7 @@ async def running(
     num_routers: int = 1,
     tp: int = 1,
     engine: EngineConfig = ENGINE,
-    **router_settings: object,
+    **router_settings: Any,
 ) -> AsyncIterator[Harness]:
     config = RouterConfig(
         model=engine.model,
@@ -143,7 +160,7 @@ async def running(
     harness = Harness([], {}, {}, {}, [], [])
     try:
         for _ in range(num_routers):
-            await harness.start_router(replace(config, **router_settings))  # type: ignore[arg-type]
+            await harness.start_router(replace(config, **router_settings))
         for i in range(num_workers):
             await harness.start_worker(f"w{i}", 1, engine, tp)
         yield harness

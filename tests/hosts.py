@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces on a bridge, whose links can be cut."""
+"""Several hosts on this machine: network namespaces on a bridge, whose links can be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port for what must be told its own."""
+"""Free ports, for servers that cannot choose their own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 import socket
 
 PORTS = range(20_000, 32_000)
-"""Below those that systems give to connections: none of these takes one between the asking and the use."""
+"""Below the ephemeral ports, so that no connection takes a port between the check and its use."""
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port on which nothing listens now."""
     while True:
         port = random.choice(PORTS)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""A real ``redis-server`` from Debian's packages, for tests: installed if it is not there, started by them."""
+"""A real ``redis-server`` from Debian's packages, installed if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts (network namespaces) that are cut off: ranks end together, and routers find their workers again."""
+"""Partitions between hosts (network namespaces): ranks end together, and routers reach their workers again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.workers import WorkerAddress, WorkerLink
+from router.fleet.link import WorkerAddress, WorkerLink
 from tests.hosts import Host, hosts, ip, why_no_namespaces
 from tests.waiting import until
 from tests.workers.rank_process import RankProcess

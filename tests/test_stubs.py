@@ -1,4 +1,4 @@
-"""The checked-in stubs are those of the ``.proto`` files."""
+"""The checked-in stubs are current."""
 
 from __future__ import annotations
 

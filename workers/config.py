@@ -1,4 +1,4 @@
-"""What one rank is told at its start."""
+"""Settings of one rank's engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BUNDLED_MODEL = Path(__file__).parent / "models" / "bundled" / "holdfast-tiny"
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. Every limit is explained where it is enforced (``SchedulerLimits``)."""
+    """Settings of one engine. Each limit is explained where it is enforced (``SchedulerLimits``)."""
 
     model: Path = BUNDLED_MODEL
     device: str = "cpu"
@@ -19,16 +19,16 @@ class EngineConfig:
     """``auto``: the checkpoint's on CUDA, float32 on CPU, where half precision is emulated or inexact."""
     page_size: int = 16
     context_length: int | None = None
-    """None: what the model was made for."""
+    """None: the model's own limit."""
     max_total_tokens: int | None = None
-    """KV capacity in tokens. None: by the memory that is there."""
+    """KV capacity in tokens. None: by the available memory."""
     chunked_prefill_size: int = 512
     max_running_requests: int = 32
     max_queued_requests: int = 256
     max_sessions: int = 1024
-    """Slots: sessions whose KV stays on this worker between turns; the least recently used go first."""
+    """Slots: sessions whose KV stays on this worker between turns; the least recently used is evicted first."""
     num_threads: int = 1
     rank_lease_s: float = 2.0
-    """Silence after which a rank takes its leader, or a leader its rank, for dead, and ends."""
+    """A leader and a follower that hear nothing from each other for this long end."""
     collective_timeout_s: float = 30.0
-    """A collective that takes longer is an error: longer than any step, shorter than anyone's patience."""
+    """Deadline of a collective: longer than any step, shorter than a client's patience."""

@@ -1,1 +1,1 @@
-"""What every part of Holdfast shares: the wire format (``holdfast.v1``) and the errors."""
+"""Shared by all parts of Holdfast: the wire format (``holdfast.v1``) and the errors."""

@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """``DecodeStream`` that goes on after bytes that are no text.
+    """``DecodeStream`` that recovers after bytes that are not UTF-8.
 
-    Where tokens are bytes (byte fallback, as in Llama 2), a run of them that turns out not to be UTF-8
-    changes how those before it read, and the stream raises for good. A model may write such a run at any
-    time; so what was held back is then decoded by itself.
+    With byte-fallback tokens (as in Llama 2), a run of bytes that is not UTF-8 changes how the tokens
+    before it decode, and the stream raises from then on. A model may produce such a run at any time; the
+    tokens held back are then decoded on their own.
     """
 
     __slots__ = ("_held", "_stream", "_tokenizer")
@@ -26,10 +26,10 @@ class Detokenizer:
         self._held.append(token)
         try:
             text: str = self._stream.step(self._tokenizer, token) or ""
-        except Exception:  # the library has no class for it
+        except Exception:  # the library raises no specific class
             text = self._tokenizer.decode(self._held, skip_special_tokens=True)
             self._stream = DecodeStream(skip_special_tokens=True)
-            # The next must not be taken for the beginning of a text, where tokenizers strip a space.
+            # The next token does not start a text, where tokenizers strip a space.
             self._stream.step(self._tokenizer, token)
         if text:
             self._held.clear()

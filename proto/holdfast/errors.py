@@ -1,8 +1,8 @@
-"""Every error a caller of Holdfast can get, and the one place that maps it to a status.
+"""Every error that a caller of Holdfast can get, with its HTTP status and gRPC code.
 
-A class for each thing that a caller can *do* about it. The message is written in the caller's terms;
-``code`` is stable and machine readable. The mapping to gRPC codes is by name so that the pure core
-can raise these without importing grpc.
+There is one class for each thing that a caller can *do* about an error. The message is in the caller's
+terms; ``code`` is stable and machine readable. gRPC codes are given by name, so that the pure core can
+raise these errors without importing grpc.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import ClassVar
 
 
 class HoldfastError(Exception):
-    """Base of all errors. Raised itself only for faults of ours: the caller may try again."""
+    """Base of all errors. Raised directly only for internal faults: the caller may retry."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     retry_after_s: float | None = None
+    param: str | None = None
+    """The request's parameter that is wrong, if it is one."""
 
     @property
     def message(self) -> str:
@@ -24,21 +26,31 @@ class HoldfastError(Exception):
 
 
 class InvalidRequest(HoldfastError):
-    """The request can never succeed as it stands; change it."""
+    """The request cannot succeed as it is; change it."""
 
     code = "invalid_request"
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedParameter(InvalidRequest):
+    """Holdfast does not support a parameter of the request, or the value it has."""
+
+    code = "unsupported_parameter"
+
 
 class PromptTooLong(InvalidRequest):
-    """Prompt (and what was asked to be generated) do not fit; shorten it or rewind the session."""
+    """The input does not fit into the context; shorten it or rewind the session."""
 
     code = "context_length_exceeded"
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request has more bytes than one may have."""
+    """The request's body is larger than ``max_message_bytes``."""
 
     code = "request_too_large"
     http_status = 413
@@ -61,7 +73,7 @@ class SessionNotFound(HoldfastError):
 
 
 class SessionReleased(SessionNotFound):
-    """The session was released and never comes back (law L12); open another."""
+    """The session was released, permanently (law L12); open another."""
 
     code = "session_released"
 
@@ -75,7 +87,7 @@ class WorkerNotFound(HoldfastError):
 
 
 class TurnNotFound(HoldfastError):
-    """The turn neither runs nor is its session's last: there is nothing to resume; send it again."""
+    """The turn is neither running nor its session's last: it cannot be resumed; send it again."""
 
     code = "turn_not_found"
     http_status = 404
@@ -107,7 +119,7 @@ class SessionBusy(HoldfastError):
 
 
 class SessionExists(HoldfastError):
-    """A session of that id is there already (possibly another tenant's)."""
+    """A session with that id exists already (possibly another tenant's)."""
 
     code = "session_exists"
     http_status = 409
@@ -115,7 +127,7 @@ class SessionExists(HoldfastError):
 
 
 class StaleEpoch(HoldfastError):
-    """The caller acts under an epoch that has passed: the session has another owner (law L11)."""
+    """The caller's epoch has passed: the session has another owner (law L11)."""
 
     code = "stale_epoch"
     http_status = 409
@@ -123,7 +135,7 @@ class StaleEpoch(HoldfastError):
 
 
 class QueueFull(HoldfastError):
-    """Too much is waiting; try again after ``retry_after_s``."""
+    """A queue is full; retry after ``retry_after_s``."""
 
     code = "queue_full"
     http_status = 429
@@ -132,13 +144,13 @@ class QueueFull(HoldfastError):
 
 
 class TooManySessions(QueueFull):
-    """The tenant has as many open sessions as it may; release some."""
+    """The tenant has reached its limit of open sessions; release some."""
 
     code = "too_many_sessions"
 
 
 class OutOfPages(HoldfastError):
-    """The KV pool cannot hold this now; raised inside a worker, the scheduler makes the turn wait."""
+    """The KV pool has no room now. Raised inside a worker, where the scheduler makes the turn wait."""
 
     code = "out_of_pages"
     http_status = 503
@@ -146,10 +158,10 @@ class OutOfPages(HoldfastError):
     retry_after_s = 1.0
 
 
-class HandoverRefused(HoldfastError):
-    """A session's KV stays where it is: its tokens are computed again at its next turn, elsewhere."""
+class MigrationRefused(HoldfastError):
+    """A session's KV is not migrated; its next turn on another worker computes its tokens again."""
 
-    code = "handover_refused"
+    code = "migration_refused"
     http_status = 409
     grpc_code = "FAILED_PRECONDITION"
 
@@ -172,19 +184,19 @@ class DeadlineExceeded(HoldfastError):
 
 
 class TurnFailed(HoldfastError):
-    """Worker after worker was lost under the turn: perhaps it is what ends them. The session goes on without it."""
+    """The turn failed over more than ``max_failovers`` times without producing a token; it may be the cause."""
 
     code = "turn_failed"
 
 
 class RankDiverged(HoldfastError):
-    """A rank does not hold its leader's state; its worker ends before a token of that step leaves it."""
+    """A rank's state differs from its leader's. The worker ends before it sends a token of that step."""
 
     code = "rank_diverged"
 
 
 class JournalUnavailable(HoldfastError):
-    """The journal cannot be written, so nothing new may be shown; nothing shown is lost."""
+    """The journal cannot be written, so no new token can be shown. No token that was shown is lost."""
 
     code = "journal_unavailable"
     http_status = 503
@@ -193,7 +205,7 @@ class JournalUnavailable(HoldfastError):
 
 
 class UnsupportedModel(HoldfastError):
-    """A checkpoint asks for what the engine does not have; names the field and what is supported."""
+    """The engine does not support the checkpoint; names the field and the supported values."""
 
     code = "unsupported_model"
     http_status = 400

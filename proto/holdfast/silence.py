@@ -1,4 +1,4 @@
-"""When a peer that says nothing is taken for gone: leases, by the time in which one ran oneself."""
+"""Leases: how long a peer may be silent, counted only while this process runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable
 
 SLICES = 4
-"""A lease is these, and the one in which the last word came."""
+"""A lease is this many slices, plus the one in which the last message arrived."""
 
 
 async def silent_for(lease_s: float, heard: Callable[[], object]) -> None:
-    """Returns when ``heard`` has given the same for a lease (0.8 of one at least): nothing came.
+    """Returns when ``heard`` has not changed for a lease (at least 0.8 of one).
 
-    Who was stopped, or on a machine that was, must not take that for the silence of all others: its timers
-    have lapsed when it wakes, and what came meanwhile is still to be read. So silence is counted in slices,
-    and one that took far longer than it should is not counted.
+    A process that resumes after a pause must not treat its peers as dead: its timers have expired, and
+    the messages that arrived meanwhile are still unread. So silence is counted in slices, and a slice
+    that took far longer than its length is not counted.
     """
     loop, slice_s = asyncio.get_running_loop(), lease_s / (SLICES + 1)
     num_silent, last = 0, heard()

@@ -1,4 +1,4 @@
-"""Token ids on the wire and in the journal: int32, little endian, nothing else."""
+"""Token ids on the wire and in the journal: int32, little endian."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors on the wire: the same conversion at every edge."""
+"""Errors over gRPC, and the options of all servers and channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError
 CODE_KEY = "holdfast-code"
 RETRY_KEY = "retry-after-s"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A prompt of a million tokens is 4 MB; nothing legitimate comes near this."""
+"""A prompt of a million tokens is 4 MB."""
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -33,12 +33,12 @@ _BY_CODE = _subclasses(errors.HoldfastError)
 
 
 def error_from_code(code: str, message: str) -> HoldfastError:
-    """The error that was sent as ``code`` and ``message``."""
+    """The error with that code."""
     return _BY_CODE.get(code, HoldfastError)(message)
 
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HoldfastError:
-    """The error behind a failed call; a transport failure is a worker that is not there."""
+    """The error behind a failed call. A transport failure becomes NoWorkerAvailable."""
     sent = sent_error(rpc_error)
     if sent is not None:
         return sent
@@ -48,7 +48,7 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> HoldfastError:
 
 
 def sent_error(rpc_error: grpc.aio.AioRpcError) -> HoldfastError | None:
-    """The error that the other side sent (see ``abort_with``); None if the call failed otherwise."""
+    """The error that the peer sent with ``abort_with``; None if the call failed for another reason."""
     for key, value in rpc_error.trailing_metadata() or ():
         if key == CODE_KEY:
             return error_from_code(str(value), rpc_error.details() or str(value))
@@ -63,13 +63,13 @@ async def abort_with(context: grpc.aio.ServicerContext, error: HoldfastError) ->
     await context.abort(grpc.StatusCode[error.grpc_code], error.message, tuple(metadata))
 
 
-def answers_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A unary method that answers its HoldfastErrors as gRPC statuses."""
+def sends_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Decorate a unary method so that its HoldfastErrors become gRPC statuses."""
 
-    async def answering(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def sending(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return await method(self, request, context)
         except HoldfastError as error:
             await abort_with(context, error)
 
-    return answering
+    return sending

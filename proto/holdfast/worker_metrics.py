@@ -1,4 +1,4 @@
-"""Workers' figures as Prometheus metrics: a worker serves its own, a router those of all it reaches."""
+"""Worker statistics as Prometheus metrics. A worker serves its own, a router those of all its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.v1 import worker_pb2
 
 
 class WorkerCollector(Collector):
-    """``stats`` is asked at each scrape."""
+    """Calls ``stats`` at each scrape."""
 
     def __init__(self, stats: Callable[[], Iterable[worker_pb2.WorkerStats]]) -> None:
         self._stats = stats

@@ -24,10 +24,11 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from cluster.chaos import Chaos
-from cluster.chaos_faults import Fault
+from cluster.chaos.faults import Fault
+from cluster.chaos.run import Chaos
 from cluster.config import Config
-from cluster.ray_cluster import NAMESPACE, Cluster
+from cluster.ray_backend.cluster import Cluster
+from cluster.ray_backend.connect import NAMESPACE
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
@@ -102,7 +103,7 @@ async def play(num_faults: int, seed: int) -> dict[str, Any]:
         try:
             report = await _play(num_faults, seed, redis, ray_address, nodes)
         finally:
-            if not report or report["what went wrong"]:
+            if not report or report["failures"]:
                 _print_logs(folder)
     return report | ({"no node was cut off": reason} if reason else {})
 

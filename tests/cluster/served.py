@@ -1,4 +1,4 @@
-"""A cluster that the command line started, and clients that read streams of it."""
+"""A cluster started with ``holdfast serve``, and clients that read its streams."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from openai import AsyncOpenAI
 
-HOLDFAST = [sys.executable, "-m", "cluster.cli"]
+HOLDFAST = [sys.executable, "-m", "cluster.cli.main"]
 START_DEADLINE_S = 90.0
+COMMAND_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 60.0
 NUM_TOKENS = 250
 
 
@@ -39,7 +42,10 @@ class Served:
             *flags,
         ]
         self.log = (folder / "serve.log").open("w+")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        # A process group of its own, which a test may signal.
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         line = ""
         while not line.startswith("ready: "):
@@ -47,25 +53,32 @@ class Served:
             if not line:
                 self.process.wait()
                 self._close()
-                raise AssertionError(f"it did not start:\n{self.log_tail()}")
+                raise AssertionError(f"the cluster did not start:\n{self.log_tail()}")
         self.urls = [word for word in line.split() if word.startswith("http://")]
         self.url = self.urls[0]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.supervisor = psutil.Process(self.process.pid).children()[0]
+        """The process that supervises; ``process`` is its guard."""
 
-    def ask(self, *words: str) -> list[dict]:
-        out = subprocess.run(
-            [*HOLDFAST, *words, "--json", "--url", self.url], capture_output=True, check=True, text=True, timeout=30
-        )
-        return json.loads(out.stdout)
+    def ask(self, *words: str) -> list[dict[str, Any]]:
+        """A command's answer, as JSON. The deadline only ends what hangs: machines may be busy."""
+        command = [*HOLDFAST, *words, "--json", "--url", self.url]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+        assert out.returncode == 0, f"{command}: {out.stderr}"
+        answer: list[dict[str, Any]] = json.loads(out.stdout)
+        return answer
 
-    def workers(self) -> list[dict]:
-        # Not by the command line: a stream would be over before it has started.
+    def workers(self) -> list[dict[str, Any]]:
+        # Not with the command line, which takes longer to start than a stream takes to end.
         return httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
 
-    def router(self) -> dict:
+    def audits(self) -> list[dict[str, Any]]:
+        return httpx.get(f"{self.url}/holdfast/audit", timeout=20).json()
+
+    def router(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/holdfast/router", timeout=20).json()
 
-    def worker_of(self, session: str) -> dict:
+    def worker_of(self, session: str) -> dict[str, Any]:
         """The worker that a session is pinned to."""
         sessions = httpx.get(f"{self.url}/holdfast/sessions", timeout=20).json()
         pin = next(s["worker"] for s in sessions if s["session_id"] == session)
@@ -79,22 +92,22 @@ class Served:
             await asyncio.sleep(0.1)
 
     def log_tail(self, num_bytes: int = 8000) -> str:
-        """The end of what it logged, for messages of what went wrong."""
+        """The end of its log, for the messages of failing tests."""
         return Path(self.log.name).read_bytes()[-num_bytes:].decode(errors="replace")
 
     def stop(self) -> int:
         self.family += psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
+        code = self.process.wait(STOP_DEADLINE_S)
         self._close()
         return code
 
     def left(self) -> list[psutil.Process]:
-        """Which of its processes are still there."""
+        """Its processes that still run."""
         return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def abandon(self) -> None:
-        """kill -9 of whatever is there."""
+        """kill -9 every process."""
         self.process.kill()
         self.process.wait()
         for process in self.left():
@@ -108,24 +121,21 @@ class Served:
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory; but semaphores of multiprocessing, which the simulator's tests make beside these."""
+    """Files in shared memory, except semaphores of multiprocessing, which other tests create meanwhile."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Served]:
-    """A cluster; at the end it must leave nothing behind."""
+    """A cluster, which must leave nothing behind."""
     before = shared_memory()
     cluster = Served(folder, *flags)
     try:
         yield cluster
     except BaseException:
-        cluster.stop()  # whatever comes of it: the test has failed already
+        cluster.stop()  # the test has failed already
         raise
     assert cluster.stop() == 0
-    deadline = time.monotonic() + 20
-    while cluster.left() and time.monotonic() < deadline:
-        time.sleep(0.1)
     assert not cluster.left(), "SIGTERM leaves no process"
     assert shared_memory() <= before, "nor shared memory"
     with pytest.raises(httpx.HTTPError):

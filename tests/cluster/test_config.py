@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cluster.cli import cli
+from cluster.cli.main import cli
 from cluster.config import Config, load_config
 from holdfast.errors import ConfigError
 
@@ -28,7 +28,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("workers: many", "workers: "),
         ("device: tpu", "device: "),
         ("port: 70000", "port: "),
-        ("- a list", "must hold keys and values"),
+        ("- a list", "must contain keys and values"),
         ("a: [", "not valid YAML"),
     ],
 )

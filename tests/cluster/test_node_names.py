@@ -1,8 +1,8 @@
-"""Which workers are on a node, by what an operator calls it."""
+"""Which workers are on a node, by the names that an operator uses."""
 
 from __future__ import annotations
 
-from cluster.nodes import workers_on
+from cluster.ray_backend.nodes import workers_on
 
 WORKERS = [
     {"worker_id": "a", "ranks": [{"node": "10.0.0.1/aaaa1111"}, {"node": "10.0.0.2/bbbb2222"}]},

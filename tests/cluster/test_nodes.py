@@ -1,4 +1,4 @@
-"""The supervisor on Ray clusters of its own: a rank that goes wrong, a node that dies."""
+"""The supervisor on separate Ray clusters: a rank that diverges, a node that dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ray.cluster_utils import Cluster as RayCluster
 from ray.exceptions import RayActorError
 
 from cluster.config import Config
-from cluster.ray_cluster import NAMESPACE, Cluster, connect
+from cluster.ray_backend.cluster import Cluster
+from cluster.ray_backend.connect import NAMESPACE, connect
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.waiting import until
@@ -97,7 +98,7 @@ async def disturb(
     begun: asyncio.Event,
     fault: Callable[[Any], None],
 ) -> tuple[Any, Any]:
-    """Once ``begun``, bring the fault to rank 1 of the session's worker: that worker, and its address then."""
+    """Once ``begun``, inject the fault into rank 1 of the session's worker. Returns the worker and its address."""
     await begun.wait()
     worker = await worker_of(cluster, stub, session)
     before = worker.address
@@ -140,7 +141,7 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
         ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
         async with running(settings) as (cluster, stub):
             calm = await tokens_of(stub, "calm")
-            homes = {w.name: {place.node_id for place in w._places} for w in cluster.workers}
+            homes = {w.name: {process.node_id for process in w._processes} for w in cluster.workers}
             assert all(len(home) == 1 for home in homes.values()), "STRICT_PACK: a worker's ranks on one node"
             victim = next(w for w in cluster.workers if homes[w.name] == {first.node_id})
             before = victim.address
@@ -151,14 +152,14 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
             assert [await stream for stream in streams] == [calm] * 3
             nodes.add_node(num_cpus=2)
             await serving_again(cluster, victim, before)
-            assert {place.node_id for place in victim._places} != {first.node_id}
+            assert {process.node_id for process in victim._processes} != {first.node_id}
             assert await tokens_of(stub, "after") == calm
         # Over nodes: each rank has one to itself.
         ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
         spread = config(tmp_path / "spread", workers=1, tp=2, tp_placement="SPREAD", address=nodes.address)
         spread.journal_path.parent.mkdir()
         async with running(spread) as (cluster, stub):
-            assert len({place.node_id for place in cluster.workers[0]._places}) == 2
+            assert len({process.node_id for process in cluster.workers[0]._processes}) == 2
             assert await tokens_of(stub, "over nodes") == calm
     finally:
         nodes.shutdown()

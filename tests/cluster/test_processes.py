@@ -1,4 +1,4 @@
-"""Whose silence is death, and whose only seems so."""
+"""Leases: which silence means that a process is lost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 from ray.exceptions import RayError
 
-from cluster.processes import unanswered_for
+from cluster.ray_backend.processes import unanswered_for
 
 LEASE_S = 0.5
 
 
 async def is_silent(probe: Callable[[], Awaitable[object]], within_s: float) -> bool:
-    """Whether it is taken for silent within some time."""
+    """Whether it is considered silent within some time."""
     waiting = asyncio.wait_for(unanswered_for(LEASE_S, probe), within_s)
     return (await asyncio.gather(waiting, return_exceptions=True))[0] is None
 
@@ -29,11 +29,11 @@ async def refused() -> None:
 
 
 @pytest.mark.parametrize("probe", [never, refused])
-async def test_who_never_answers_is_silent(probe: Callable[[], Awaitable[object]]) -> None:
+async def test_a_process_that_never_answers_is_silent(probe: Callable[[], Awaitable[object]]) -> None:
     assert await is_silent(probe, 10 * LEASE_S)
 
 
-async def test_who_answers_late_or_at_times_is_not() -> None:
+async def test_a_process_that_answers_late_or_rarely_is_not_silent() -> None:
     assert not await is_silent(lambda: asyncio.sleep(LEASE_S / 2), 4 * LEASE_S)
     answers = iter(range(1000))
 
@@ -44,7 +44,7 @@ async def test_who_answers_late_or_at_times_is_not() -> None:
     assert not await is_silent(at_times, 4 * LEASE_S)
 
 
-async def test_who_was_stopped_itself_takes_nobody_for_silent() -> None:
+async def test_a_process_that_was_stopped_treats_no_peer_as_silent() -> None:
     answered = asyncio.Event()
 
     async def stop() -> None:

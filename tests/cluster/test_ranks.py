@@ -1,4 +1,4 @@
-"""Workers of two ranks on Ray: any rank may die, stop or go wrong at any moment."""
+"""Workers of two ranks on Ray: any rank may die or hang at any moment."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ from tests.waiting import until
 LONG_PROMPT = "Return the list of all items. " * 300
 NUM_TOKENS = 60
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+IN_LONG_RUNS = {
+    ("prefill", "kill -9", 1),
+    ("prefill", "SIGSTOP", 0),
+    ("decode", "SIGSTOP", 1),
+    ("release", "kill -9", 0),
+}
+"""Cases that differ from another in one respect only."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +39,20 @@ async def client(served: Served):
     await served.whole()
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def disturbances(moment: str) -> pytest.MarkDecorator:
+    """Every signal to every rank; some of them in long runs alone."""
+    cases = [(how, rank) for how in SIGNALS for rank in (0, 1)]
+    return pytest.mark.parametrize(("how", "rank", "moment"), [(*case, moment) for case in cases])
+
+
+@pytest.fixture(autouse=True)
+def _skip(request: pytest.FixtureRequest, long: bool) -> None:
+    callspec = getattr(request.node, "callspec", None)
+    case = tuple(callspec.params[name] for name in ("moment", "how", "rank")) if callspec is not None else ()
+    if case in IN_LONG_RUNS and not long:
+        pytest.skip("make test-long")
 
 
 class Group:
@@ -69,9 +90,10 @@ async def calm(client: AsyncOpenAI, expected: dict[str, str], prompt: str) -> st
     return expected[prompt]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", SIGNALS)
-async def test_in_decode(served: Served, client: AsyncOpenAI, expected: dict, how: str, rank: int) -> None:
+@disturbances("decode")
+async def test_in_decode(
+    served: Served, client: AsyncOpenAI, expected: dict[str, str], how: str, rank: int, moment: str
+) -> None:
     calm_text = await calm(client, expected, "Return the")
     session, groups = f"decode-{how}-{rank}", []
 
@@ -83,9 +105,8 @@ async def test_in_decode(served: Served, client: AsyncOpenAI, expected: dict, ho
     await assert_whole_again(served, groups[0])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", SIGNALS)
-async def test_in_prefill(served: Served, client: AsyncOpenAI, expected: dict, how: str, rank: int) -> None:
+@disturbances("prefill")
+async def test_in_prefill(served: Served, client: AsyncOpenAI, how: str, rank: int, moment: str) -> None:
     prompt = f"{how} {rank} {LONG_PROMPT}"  # another each time: nothing of it is cached
     session = f"prefill-{how}-{rank}"
     turn = asyncio.create_task(stream(client, session, prompt=prompt, num_tokens=8))
@@ -103,9 +124,8 @@ async def test_in_prefill(served: Served, client: AsyncOpenAI, expected: dict, h
     assert await stream(client, f"again-{session}", prompt=prompt, num_tokens=8) == text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", SIGNALS)
-async def test_in_a_release(served: Served, client: AsyncOpenAI, how: str, rank: int) -> None:
+@disturbances("release")
+async def test_in_a_release(served: Served, client: AsyncOpenAI, how: str, rank: int, moment: str) -> None:
     session = f"release-{how}-{rank}"
     await stream(client, session, prompt="Return", num_tokens=4)
     group = Group(served.worker_of(session))
@@ -124,7 +144,7 @@ async def test_in_a_release(served: Served, client: AsyncOpenAI, how: str, rank:
     await assert_whole_again(served, group)
 
 
-async def test_a_stopped_rank_that_wakes_up_is_gone(served: Served, client: AsyncOpenAI) -> None:
+async def test_a_stopped_rank_ends_when_it_resumes(served: Served, client: AsyncOpenAI) -> None:
     await stream(client, "woken", prompt="Return", num_tokens=4)
     group = Group(served.worker_of("woken"))
     group.signal(1, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Workers and nodes that are told to go: their sessions take their KV along, and no client notices."""
+"""Workers and nodes that leave in order: their sessions migrate with their KV, and no client notices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray
 from openai import AsyncOpenAI
 from ray.cluster_utils import Cluster as RayCluster
 
-from cluster.ray_cluster import NAMESPACE
+from cluster.ray_backend.connect import NAMESPACE
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.cluster.served import HOLDFAST, serving, stream
@@ -60,13 +60,13 @@ async def test_a_rolling_restart_costs_no_token_and_no_kv(tmp_path: Path) -> Non
             after = {w["worker_id"]: int(w["incarnation"]) for w in served.workers()}
             assert all(after[name] > before[name] for name in before), "each is another incarnation"
             # Each session moved once or twice: from its worker, and from the one it had moved to.
-            assert sum(answer["sessions_moved"] for answer in drained) >= len(SESSIONS), drained
+            assert sum(answer["sessions_migrated"] for answer in drained) >= len(SESSIONS), drained
             for session in SESSIONS:
                 assert await follow_up(stub, session) == expected, session
         assert all(rank["ok"] for report in served.ask("audit") for rank in report["ranks"])
 
 
-async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path) -> None:
+async def test_a_node_that_leaves_migrates_its_sessions(tmp_path: Path) -> None:
     nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     settings = config(tmp_path, workers=2, address=nodes.address)
     settings.port = free_port()
@@ -79,7 +79,7 @@ async def test_a_node_that_is_told_to_go_hands_its_sessions_over(tmp_path: Path)
         await until(lambda: ray.cluster_resources().get("CPU") == 2, 60, "the node to join")
         async with running(settings) as (cluster, stub):
             calm = await tokens_of(stub, "calm")
-            victim = next(w for w in cluster.workers if w._places[0].node_id != head)
+            victim = next(w for w in cluster.workers if w._processes[0].node_id != head)
             before = victim.address
             # At once, for one after another they would go where their prompt is cached.
             assert await asyncio.gather(*(tokens_of(stub, s) for s in SESSIONS)) == [calm] * len(SESSIONS)

@@ -1,4 +1,4 @@
-"""Two routers on Ray over one journal: one is killed, the other goes on with its sessions."""
+"""Two routers on Ray over one journal: one is killed, and its sessions continue at the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def healthy(url: str) -> bool:
     return False
 
 
-async def test_a_router_dies_and_its_sessions_go_on_at_the_other(served: Served) -> None:
+async def test_a_router_dies_and_its_sessions_continue_at_the_other(served: Served) -> None:
     first, second = served.urls
     async with (
         AsyncOpenAI(base_url=f"{first}/v1", api_key="none", max_retries=0) as one,
@@ -68,7 +68,7 @@ async def test_a_router_dies_and_its_sessions_go_on_at_the_other(served: Served)
     assert all(report["ok"] for report in served.ask("audit"))
 
 
-async def test_a_stopped_router_holds_up_nobody_and_is_replaced(served: Served) -> None:
+async def test_a_stopped_router_blocks_nothing_and_is_replaced(served: Served) -> None:
     first, second = served.urls
     async with AsyncOpenAI(base_url=f"{first}/v1", api_key="none", max_retries=0) as client:
         text = await stream(client, "before", prompt="Return the", num_tokens=12)

@@ -1,4 +1,4 @@
-"""The supervisor, the process of ``holdfast serve``: stopped, it is not missed; killed, all is started again."""
+"""The supervisor process: the cluster serves while it is stopped, and restarts after it was killed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def turn(session: str, **resume: int) -> pb.GenerateRequest:
     )
 
 
-async def test_killed_mid_stream_and_started_again(tmp_path: Path) -> None:
+async def test_a_kill_9_of_everything_serving_mid_stream_and_a_restart(tmp_path: Path) -> None:
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
-    before, tokens = Served(tmp_path, *ports), []
+    before, tokens = Served(tmp_path, "--workers", "1", *ports), []
     try:
         async with stub_of(before) as stub:
             calm = [token async for answer in stub.Generate(turn("calm")) for token in answer.tokens]
@@ -56,7 +56,7 @@ async def test_killed_mid_stream_and_started_again(tmp_path: Path) -> None:
     finally:
         before.abandon()
     assert len(calm) == NUM_TOKENS and tokens == calm[: len(tokens)]
-    with serving(tmp_path, *ports) as after:
+    with serving(tmp_path, "--workers", "1", *ports) as after:
         async with stub_of(after) as stub:
             async for answer in stub.Generate(turn("storm", resume_from=len(tokens))):
                 assert answer.index == len(tokens) or not answer.tokens
@@ -65,16 +65,16 @@ async def test_killed_mid_stream_and_started_again(tmp_path: Path) -> None:
         assert all(report["ok"] for report in after.ask("audit"))
 
 
-async def test_stopped_it_is_not_missed_and_takes_nobody_for_dead(tmp_path: Path) -> None:
+async def test_a_stopped_supervisor_is_not_missed_and_treats_no_process_as_dead(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         before = [served.router()["pid"], *(worker["pid"] for worker in served.workers())]
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            served.process.send_signal(signal.SIGSTOP)
+            served.supervisor.suspend()
             try:
                 text = await stream(client, "s")
                 await asyncio.sleep(STOPPED_S)
             finally:
-                served.process.send_signal(signal.SIGCONT)
+                served.supervisor.resume()
             await asyncio.sleep(SETTLE_S)
             assert await stream(client, "t") == text
         assert [served.router()["pid"], *(worker["pid"] for worker in served.workers())] == before

@@ -10,7 +10,7 @@ import torch
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
 from workers.kernels.paged_attention import plan_attention
 from workers.kv import SessionCache
-from workers.kv.sessions import new_tokens
+from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, KVPool, ModelConfig, load_decoder
 
 PAGE_SIZES = [1, 4, 16, 64]

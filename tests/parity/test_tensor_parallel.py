@@ -1,4 +1,4 @@
-"""Ranks in threads over real gloo: each holds its shard, together they are the whole model."""
+"""Ranks in threads over real gloo: together, their shards compute the whole model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from holdfast.errors import UnsupportedModel
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parity.test_logits import CPU, PagedModel
-from workers.collectives import Collectives, Shard
+from workers.engine.collectives import Collectives
 from workers.models import ModelConfig, load_decoder
+from workers.models.parallel import Shard
 
 EVEN = {"num_attention_heads": 8, "vocab_size": 203, "hidden_size": 64}
 """8 heads on 2 KV heads: with 4 ranks each KV head is held twice. 203: the last rank's vocabulary is short."""
@@ -74,9 +75,9 @@ def test_fp32_logits_equal_transformers(name: str, size: int, tmp_path: Path) ->
         ({"num_attention_heads": 4, "intermediate_size": 98}, 4, "intermediate_size"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_by_name(changes: dict, size: int, field: str, tmp_path: Path) -> None:
+def test_sizes_that_do_not_divide_are_refused_by_name(changes: dict, size: int, field: str, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, **{"hidden_size": 48, **changes})
-    with pytest.raises(UnsupportedModel, match=f"^{field}: .* cannot be shared out to {size} ranks"):
+    with pytest.raises(UnsupportedModel, match=f"^{field}: .* cannot be divided among {size} ranks"):
         ModelConfig.from_folder(tmp_path).shard(Shard(0, size))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from router.fields import MAX_NAME, MAX_STOP, MAX_STOPS
+from router.faces.fields import MAX_NAME, MAX_STOP, MAX_STOPS
 from tests.harness import Harness, running
 
 HALF = "\ud800"
@@ -51,7 +51,7 @@ FACES: dict[str, tuple[dict[str, Any], set[str]]] = {
 async def one_worker(tmp_path: Path) -> AsyncIterator[Harness]:
     async with running(tmp_path, num_workers=1) as cluster:
         yield cluster
-        assert [link.alive for link in cluster.router.gateway.alive_links()] == [True], "the worker was lost"
+        assert [link.alive for link in cluster.router.core.fleet.alive()] == [True], "the worker was lost"
         await cluster.assert_no_leak()
 
 
@@ -86,7 +86,7 @@ async def test_no_request_is_a_fault_of_ours(one_worker: Harness) -> None:
     assert not wrong
 
 
-async def test_what_is_refused_is_named(one_worker: Harness) -> None:
+async def test_refusals_name_the_field(one_worker: Harness) -> None:
     refused = [
         ("/v1/completions", {"prompt": [2**31]}, "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 2**31}, "max_tokens"),

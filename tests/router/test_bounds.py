@@ -1,4 +1,4 @@
-"""What a router lets nobody exceed, and how it says so."""
+"""A router's limits, and the errors beyond them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ async def test_one_tenant_s_turns_leave_room_for_another_s(tmp_path: Path) -> No
     async with running(tmp_path, num_workers=1, api_keys=KEYS, max_live_turns=4) as cluster:
         async with keyed(cluster, "mine") as mine, keyed(cluster, "yours") as yours:
             long = [asyncio.create_task(mine.post("/v1/completions", json=prompt(400))) for _ in range(2)]
-            await until(lambda: len(cluster.router.gateway.live_turns()) == 2, 10, "two turns")
+            await until(lambda: len(cluster.router.core.live.ids()) == 2, 10, "two turns")
             refused = await mine.post("/v1/completions", json=prompt(1))
             assert refused.status_code == 429 and refused.headers["retry-after"]
-            assert "2 turns of yours" in refused.json()["error"]["message"]
+            assert "2 of your turns" in refused.json()["error"]["message"]
             assert (await yours.post("/v1/completions", json=prompt(2))).status_code == 200
             assert [(await task).status_code for task in long] == [200, 200]
             assert (await mine.post("/v1/completions", json=prompt(1))).status_code == 200
         await cluster.assert_no_leak()
 
 
-async def test_a_tenant_has_so_many_open_sessions(tmp_path: Path) -> None:
+async def test_open_sessions_of_a_tenant_are_limited(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1, max_sessions_per_tenant=1) as cluster, cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         await stub.Open(pb.OpenRequest(session_id="a"))
@@ -58,28 +58,28 @@ async def test_a_tenant_has_so_many_open_sessions(tmp_path: Path) -> None:
         await stub.Open(pb.OpenRequest(session_id="b"))
 
 
-async def test_what_responses_and_conversations_leave_in_the_journal_is_bounded(tmp_path: Path) -> None:
+async def test_responses_and_conversations_in_the_journal_are_limited(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1, max_sessions_per_tenant=1) as cluster:
-        journal, context_len = cluster.router.gateway.journal, cluster.router.gateway.context_len
+        journal, context_len = cluster.router.core.journal, cluster.router.core.fleet.context_len
         async with httpx.AsyncClient(base_url=f"{cluster.url}/v1", timeout=30) as http:
             made = (await http.post("/conversations", json={})).json()["id"]
             for path, body in (("conversations", {}), ("responses", {"input": "Hello"})):
                 refused = await http.post(f"/{path}", json=body)
                 assert refused.status_code == 429 and refused.json()["error"]["code"] == "too_many_sessions"
             assert [key for key, _ in await journal.list_objects("", "conversation/")] == [f"conversation/{made}"]
-            assert not await journal.list_objects("", "response/"), "nobody was told of it"
+            assert not await journal.list_objects("", "response/"), "its client got the error instead"
             item = {"role": "user", "content": "a"}
             known = {f"items/{made}/{i:012d}": json.dumps(item).encode() for i in range(context_len - 1)}
             await journal.put_objects("", known)
             more = f"/conversations/{made}/items"
             assert (await http.post(more, json={"items": [item]})).status_code == 200
             full = await http.post(more, json={"items": [item]})
-            assert full.status_code == 400 and f"{context_len} at most" in full.json()["error"]["message"]
+            assert full.status_code == 400 and f"at most {context_len}" in full.json()["error"]["message"]
             assert (await http.delete(f"/conversations/{made}")).status_code == 200
             assert (await http.post("/responses", json={"input": "Hello", "max_output_tokens": 1})).status_code == 200
 
 
-async def test_a_turn_that_takes_too_long_is_told_so(tmp_path: Path) -> None:
+async def test_a_turn_past_its_deadline_gets_504(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1, turn_deadline_s=0.3) as cluster:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
             late = await http.post("/v1/completions", json=prompt(3000))
@@ -125,10 +125,10 @@ async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
         # More than flow control lets through unread.
         call = stub.Generate(pb.GenerateRequest(session_id="s", text="Return the", sampling=sampling, request_id="t"))
         seen = list((await call.read()).tokens)
-        await until(lambda: not cluster.router.gateway.live_turns(), 15, "the place to be given back")
+        await until(lambda: not cluster.router.core.live.ids(), 15, "the place to be given back")
         assert "its client does not read" in caplog.text
         await until(lambda: not cluster.workers["w0"]._leader.scheduler.turns, 5, "the engine to hear of it")
-        # What it was shown is not lost: it may go on, here or elsewhere.
+        # What its client has seen is not lost: the turn can be resumed, here or elsewhere.
         request = pb.GenerateRequest(session_id="s", request_id="t", resume_from=len(seen))
         async for answer in second.Generate(request, timeout=30):
             assert answer.index == len(seen)
@@ -139,11 +139,11 @@ async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
         call.cancel()
 
 
-async def test_a_long_text_holds_up_nobody(tmp_path: Path) -> None:
+async def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:
     """It is tokenized beside what else runs; one that no tokens could make fit is not tokenized at all."""
     text = "A session stays with the worker that has its KV. " * 110
     async with running(tmp_path, num_workers=1) as cluster:
-        codec, gate, told = cluster.router.gateway.codec, threading.Event(), []
+        codec, gate, told = cluster.router.core.codec, threading.Event(), []
         encode = codec.encode
 
         def held_up(text: str, *, special: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""A worker goes away mid-stream: the client's stream goes on with the very same tokens."""
+"""A worker is lost mid-stream: the client's stream continues with the same tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def stream_turn(stub, session: str, on_token: int = -1, act=None, **sampli
 
 
 @pytest.mark.parametrize("extra", [{}, PENALTIES, {"temperature": 0.0}, {"logprobs": 2}], ids=str)
-async def test_stream_goes_on_with_the_same_tokens(cluster: Harness, extra: dict) -> None:
+async def test_a_stream_continues_with_the_same_tokens(cluster: Harness, extra: dict) -> None:
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         expected = await stream_turn(stub, "calm", **extra)
@@ -48,7 +48,7 @@ async def test_stream_goes_on_with_the_same_tokens(cluster: Harness, extra: dict
             await cluster.lose_worker(cluster.pinned_to("storm"))
 
         assert await stream_turn(stub, "storm", 20, lose, **extra) == expected
-        assert await stream_turn(stub, "storm", **extra) == follow_up, "the session goes on from there"
+        assert await stream_turn(stub, "storm", **extra) == follow_up, "the session continues from there"
         session = await stub.Get(pb.GetRequest(session_id="storm"))
         assert session.epoch == 2 and session.num_tokens == 2 * (3 + 60)
 
@@ -76,22 +76,22 @@ async def test_idle_session_moves_at_its_next_turn(cluster: Harness) -> None:
         assert await stream_turn(stub, "storm") == expected
 
 
-async def test_worker_that_dies_while_the_turn_is_journaled_is_not_waited_for(cluster: Harness) -> None:
+async def test_a_turn_does_not_wait_for_a_worker_lost_before_its_submission(cluster: Harness) -> None:
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         for session in ("calm", "storm"):
             await stream_turn(stub, session)
         expected = await stream_turn(stub, "calm")
-        gateway = cluster.router.gateway
-        link = gateway.link(gateway.sessions._sessions["storm"].record.worker)
-        begin_turn = gateway.journal.begin_turn
+        core = cluster.router.core
+        link = core.fleet.link(core.sessions._sessions["storm"].record.worker)
+        begin_turn = core.journal.begin_turn
 
         async def lose_and_begin(*turn: object) -> None:
             await cluster.lose_worker(link.address.worker_id)
             await cluster.announce()
             await begin_turn(*turn)
 
-        gateway.journal.begin_turn = lose_and_begin
+        core.journal.begin_turn = lose_and_begin
         async with asyncio.timeout(20):
             assert await stream_turn(stub, "storm") == expected
 
@@ -115,12 +115,12 @@ async def test_no_worker_is_503_within_the_deadline_and_service_returns(tmp_path
 
 
 async def rest_of(stub, session: str, turn_id: str, seen: list[int]) -> list[int]:
-    """What is left of a turn, from any router that goes on with it."""
+    """The rest of a turn, from any router that resumes it."""
     request = pb.GenerateRequest(session_id=session, request_id=turn_id, resume_from=len(seen))
     return seen + [token async for answer in stub.Generate(request) for token in answer.tokens]
 
 
-async def test_a_turn_that_finds_no_worker_keeps_what_was_seen(tmp_path: Path) -> None:
+async def test_a_turn_without_a_worker_keeps_what_its_client_has_seen(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1, num_routers=2, worker_wait_s=0.3) as cluster:
         async with cluster.channel() as channel, cluster.channel(1) as other:
             stub, second = (session_pb2_grpc.SessionServiceStub(c) for c in (channel, other))
@@ -139,7 +139,7 @@ async def test_a_turn_that_finds_no_worker_keeps_what_was_seen(tmp_path: Path) -
                         await cluster.lose_worker("w0")
             assert failed.value.code() is grpc.StatusCode.UNAVAILABLE and 10 <= len(seen) < 60
             await cluster.start_worker("w0", 2, ENGINE)
-            # Its router lives, and does not run it: any may go on with it.
+            # Its router lives, and does not run it: any router can resume it.
             assert await rest_of(second, "s", "t", seen) == expected
             assert (await stub.Get(pb.GetRequest(session_id="s"))).num_tokens == 63
         await cluster.assert_no_leak()
@@ -237,7 +237,7 @@ async def test_silent_worker_is_lost_within_its_lease(tmp_path: Path) -> None:
         assert name in cluster.workers
 
 
-async def test_a_drained_worker_s_turns_and_sessions_go_on_elsewhere(cluster: Harness) -> None:
+async def test_a_drained_worker_s_turns_and_sessions_continue_elsewhere(cluster: Harness) -> None:
     async with cluster.channel() as channel, httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         expected = await stream_turn(stub, "calm")
@@ -249,8 +249,8 @@ async def test_a_drained_worker_s_turns_and_sessions_go_on_elsewhere(cluster: Ha
         async def drain() -> None:
             drained.append(cluster.pinned_to("storm"))
             answer = await http.post(f"/holdfast/workers/{drained[0]}/drain", params={"timeout_s": 0})
-            told = answer.json()
-            assert (told["worker_id"], told["turns_moved"], told["sessions_left"]) == (drained[0], 1, 0)
+            report = answer.json()
+            assert (report["worker_id"], report["turns_preempted"], report["sessions_left"]) == (drained[0], 1, 0)
 
         assert await stream_turn(stub, "storm", 20, drain) == expected, "moved in the middle"
         for session in ("idle", "storm"):
@@ -259,28 +259,28 @@ async def test_a_drained_worker_s_turns_and_sessions_go_on_elsewhere(cluster: Ha
         assert not cluster.workers[drained[0]]._leader.scheduler.turns
         await cluster.assert_no_leak()
         unknown = await http.post("/holdfast/workers/nobody/drain")
-        assert unknown.status_code == 404 and "there are: w0, w1" in unknown.text
+        assert unknown.status_code == 404 and "alive: w0, w1" in unknown.text
 
 
-async def test_a_drain_lets_short_turns_end_where_they_are(cluster: Harness) -> None:
+async def test_a_drain_waits_for_short_turns(cluster: Harness) -> None:
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         expected = await stream_turn(stub, "calm")
         answers: list[int] = []
 
         async def drain() -> None:
-            answer = await cluster.router.gateway.moves.drain(cluster.pinned_to("storm"), 20.0)
-            answers.append(answer["turns_moved"])
+            answer = await cluster.router.core.migrator.drain(cluster.pinned_to("storm"), 20.0)
+            answers.append(answer["turns_preempted"])
 
         stream = asyncio.create_task(stream_turn(stub, "storm"))
-        await until(lambda: cluster.router.gateway.is_busy("storm"), 5, "the turn to run")
+        await until(lambda: cluster.router.core.sessions.running_turn("storm"), 5, "the turn to run")
         await drain()
         assert await stream == expected and answers == [0]
         assert (await stub.Get(pb.GetRequest(session_id="storm"))).epoch == 2, "then it moved, with its KV"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_turn_that_ends_its_workers_is_not_given_to_all_of_them(tmp_path: Path) -> None:
+async def test_a_turn_that_kills_its_workers_fails_before_it_has_killed_all(tmp_path: Path) -> None:
     lost = []
 
     def fail_at(cluster: Harness, worker: str, poison: int) -> None:
@@ -306,12 +306,12 @@ async def test_a_turn_that_ends_its_workers_is_not_given_to_all_of_them(tmp_path
         first = await stream_turn(stub, "s", max_tokens=5)
         for worker in cluster.workers:
             fail_at(cluster, worker, poison=13)
-        with pytest.raises(grpc.aio.AioRpcError, match="2 workers were lost under the turn") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="the turn failed over 1 times") as caught:
             await stream_turn(stub, "s", max_tokens=13)
         assert ("holdfast-code", "turn_failed") in tuple(caught.value.trailing_metadata() or ())
         await asyncio.gather(*(task for task in lost if isinstance(task, asyncio.Task)))
         assert len(cluster.workers) == 1, "one worker is left"
-        # The session is as it was before that turn, and goes on there.
+        # The session is as it was before that turn, and continues there.
         session = await stub.Get(pb.GetRequest(session_id="s"))
         assert session.num_tokens == 3 + len(first) and session.num_turns == 1
         assert len(await stream_turn(stub, "s", max_tokens=5)) == 5

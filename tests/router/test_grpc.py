@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from holdfast.errors import DeadlineExceeded
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.sessions import Session
-from router.turns import TurnRequest
+from router.turns.sessions import Session
+from router.turns.turn import TurnRequest
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -96,7 +96,7 @@ async def test_turn_that_a_tombstone_overtakes_ends_as_aborted(stub: Stub, clust
     await run(stub, turn("s", [100]))
     call = stub.Generate(turn("s", [100], max_tokens=3000))
     await call.read()
-    await cluster.router.gateway.journal.release("s", "")
+    await cluster.router.core.journal.release("s", "")
     assert (await rest_of(call))[-1] == "abort"
 
 
@@ -168,7 +168,7 @@ async def refused(call, code: str) -> None:
 
 async def test_a_session_is_free_when_its_turn_is_seen_to_end(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1) as cluster:
-        gateway = cluster.router.gateway
+        core = cluster.router.core
 
         async def prepare(session: Session | None) -> tuple[int, array[int]]:
             return 0, array("i", [7, 8])
@@ -176,17 +176,17 @@ async def test_a_session_is_free_when_its_turn_is_seen_to_end(tmp_path: Path) ->
         async def play(turn_id: str, session_id: str, max_tokens: int, *, abort: bool = False) -> None:
             sampling = pb.Sampling(max_tokens=max_tokens, ignore_eos=True)
             request = TurnRequest("", prepare, sampling, session_id, turn_id=turn_id)
-            async for chunk in gateway.run(request):
+            async for chunk in core.gateway.run(request):
                 if abort:
-                    gateway.abort(turn_id)
-                assert not (chunk.finish_reason and gateway.is_busy(session_id))
+                    core.live.abort(turn_id)
+                assert not (chunk.finish_reason and core.sessions.running_turn(session_id))
 
         await play("whole", "s", 4)
         await play("aborted", "s", 400, abort=True)
-        cluster.router.gateway.config = replace(gateway.config, token_timeout_s=0.0)
+        core.gateway._relay._config = replace(core.config, token_timeout_s=0.0)
         with pytest.raises(DeadlineExceeded):
             await play("failed", "s", 400)
-        assert not gateway.is_busy("s")
+        assert not core.sessions.running_turn("s")
 
 
 async def test_a_caller_that_gives_up_on_a_release_disturbs_nothing(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_a_caller_that_gives_up_on_a_release_disturbs_nothing(tmp_path: Pa
         assert [message.finish_reason async for message in messages][-1] == "length", "the turn was waited for"
         stale = worker_pb2.WorkerFreeTailRequest(session_id="s2", epoch=1, keep_len=0)
         await stub.Open(pb.OpenRequest(session_id="s2"))
-        cluster.workers["w0"]._leader._epochs["s2"] = 3
+        cluster.workers["w0"]._leader.epochs.remember("s2", 3)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await control.FreeTail(stale)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -218,14 +218,14 @@ async def test_a_caller_that_gives_up_on_a_release_disturbs_nothing(tmp_path: Pa
         await cluster.assert_no_leak()
 
 
-async def test_a_worker_that_goes_while_it_is_asked_is_gone_with_its_pages(tmp_path: Path) -> None:
+async def test_a_worker_lost_during_a_release_is_lost_with_its_pages(tmp_path: Path) -> None:
     async with running(tmp_path, num_workers=1) as cluster, cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         async for _ in stub.Generate(turn("s", [7, 8])):
             pass
         stuck = threading.Event()
         cluster.workers["w0"]._leader._commands.put(stuck.wait)
-        release = asyncio.create_task(cluster.router.gateway.control.release("s", ""))
+        release = asyncio.create_task(cluster.router.core.control.release("s", ""))
         await asyncio.wait([release], timeout=0.1)
         assert not release.done()
         await cluster.router.set_workers([])

@@ -1,4 +1,4 @@
-"""Several routers over one journal: a session's turns may come to any of them."""
+"""Several routers over one journal: a session's turns may go to any of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from router.journal import SessionRecord
+from router.journal.interface import SessionRecord
 from tests.harness import Harness
 from tests.waiting import until
 
@@ -71,7 +71,7 @@ async def test_a_session_that_another_router_takes_meanwhile_is_taken_again(
     name = f"between-{id(cluster)}"
     for stub in stubs:
         await turn(stub, name, "Return")
-    ours, other = (router.gateway.journal for router in cluster.routers)
+    ours, other = (router.core.journal for router in cluster.routers)
     take, races = ours.take, [1, 2, 3]
 
     async def take_and_lose(session_id: str, tenant: str, **how: bool) -> SessionRecord:
@@ -92,7 +92,7 @@ async def test_a_session_that_others_take_again_and_again_is_busy(
     name = f"contended-{id(cluster)}"
     for stub in stubs:
         await turn(stub, name, "Return")
-    ours, other = (router.gateway.journal for router in cluster.routers)
+    ours, other = (router.core.journal for router in cluster.routers)
     begin_turn = ours.begin_turn
 
     async def lose_and_begin(session_id: str, *how: Any) -> None:
@@ -100,10 +100,10 @@ async def test_a_session_that_others_take_again_and_again_is_busy(
         await begin_turn(session_id, *how)
 
     monkeypatch.setattr(ours, "begin_turn", lose_and_begin)
-    monkeypatch.setattr(cluster.router.gateway.sessions, "_busy_wait_s", 0.5)
+    monkeypatch.setattr(cluster.router.core.sessions, "_busy_wait_s", 0.5)
     with pytest.raises(grpc.aio.AioRpcError) as busy:
         await turn(stubs[0], name, " the list")
-    assert busy.value.code() is grpc.StatusCode.ABORTED and "again and again" in busy.value.details()
+    assert busy.value.code() is grpc.StatusCode.ABORTED and "keep taking over" in busy.value.details()
 
 
 async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: list[Stub]) -> None:
@@ -113,7 +113,7 @@ async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: lis
         name = (await clients[0].post("/open_session", json={"streaming": True})).json()
         body = {"text": "Return", "sampling_params": params, "session_params": {"id": name, "rid": None}}
         running_turn = asyncio.create_task(clients[0].post("/generate", json=body))
-        await until(lambda: cluster.router.gateway.is_busy(name), 5, "the first to run")
+        await until(lambda: cluster.router.core.sessions.running_turn(name), 5, "the first to run")
         refused = await clients[1].post("/generate", json=body)
         assert refused.status_code == 400 and "already has an active request" in refused.text
         assert (await running_turn).status_code == 200
@@ -129,7 +129,7 @@ async def test_release_and_cut_and_fork_at_the_other_router(cluster: Harness, st
     _, forked = await turn(stubs[0], f"{name}-fork", " and")
     assert forked.cached_tokens >= 8
     stream = asyncio.create_task(turn(stubs[0], name, " more", 300))
-    await until(lambda: cluster.router.gateway.is_busy(name), 5, "a turn to run")
+    await until(lambda: cluster.router.core.sessions.running_turn(name), 5, "a turn to run")
     await stubs[1].Release(pb.ReleaseRequest(session_id=name))
     assert (await stream)[1].finish_reason == "abort"
     for stub in stubs:
@@ -139,9 +139,7 @@ async def test_release_and_cut_and_fork_at_the_other_router(cluster: Harness, st
     await cluster.assert_no_leak()
 
 
-async def test_what_one_router_knows_is_not_held_against_what_the_session_is(
-    cluster: Harness, stubs: list[Stub]
-) -> None:
+async def test_outdated_knowledge_of_a_session_is_refreshed(cluster: Harness, stubs: list[Stub]) -> None:
     name = f"grown-{id(cluster)}"
     await turn(stubs[0], name, "Return")
     await turn(stubs[1], name, " the list of all items", 20)
@@ -189,7 +187,7 @@ async def go_on(stub: Stub, session: str, turn_id: str, start: int) -> tuple[lis
     raise AssertionError("the lease does not lapse")
 
 
-async def test_a_turn_of_a_dead_router_goes_on_at_another(cluster: Harness, stubs: list[Stub]) -> None:
+async def test_a_turn_of_a_dead_router_resumes_at_another(cluster: Harness, stubs: list[Stub]) -> None:
     name, calm = f"cut-{id(cluster)}", f"calm-{id(cluster)}"
     sampling = pb.Sampling(max_tokens=80, ignore_eos=True, temperature=0.9, seed=11)
     for session in (name, calm):
@@ -208,14 +206,14 @@ async def test_a_turn_of_a_dead_router_goes_on_at_another(cluster: Harness, stub
     # Asked again, after it ended: the rest of it once more.
     again, again_text, last = await go_on(stubs[1], name, turn_id, 70)
     assert again == expected[70:] and rest_text.endswith(again_text) and last.finish_reason == "length"
-    # The session goes on as if nothing had been.
+    # The session continues as if nothing had happened.
     assert (await turn(stubs[1], name, " and"))[0] == (await turn(stubs[1], calm, " and"))[0]
     with pytest.raises(grpc.aio.AioRpcError) as gone:
         await stubs[1].Generate(pb.GenerateRequest(session_id=name, request_id=turn_id, resume_from=0)).read()
     assert gone.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_an_sse_stream_goes_on_by_its_last_event_id(cluster: Harness, stubs: list[Stub]) -> None:
+async def test_an_sse_stream_resumes_by_its_last_event_id(cluster: Harness, stubs: list[Stub]) -> None:
     name = f"sse-{id(cluster)}"
     body = {"model": "holdfast-tiny", "prompt": "Return", "max_tokens": 60, "stream": True}
     body |= {"ignore_eos": True, "seed": 5}
@@ -268,7 +266,7 @@ async def test_a_router_that_dies_leaves_its_sessions_to_the_others(cluster: Har
     name = f"left-{id(cluster)}"
     await turn(stubs[0], name, "Return the list")
     stream = asyncio.create_task(turn(stubs[0], name, " more", 3000))
-    await until(lambda: cluster.router.gateway.is_busy(name), 5, "a turn to run")
+    await until(lambda: cluster.router.core.sessions.running_turn(name), 5, "a turn to run")
     cluster.lose_router()
     tokens, answer = await turn(stubs[1], name, " again")
     assert len(tokens) == 6 and answer.prompt_tokens < 40, "from its last good turn on"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from router.placement import CHUNK_TOKENS, Placement, WorkerView
+from router.fleet.placement import CHUNK_TOKENS, Placement, WorkerView
 
 
 def view(name: str, live: int = 0, sessions: int = 0) -> WorkerView:
@@ -15,7 +15,7 @@ def tokens(count: int, first: int = 0) -> array:
     return array("i", range(first, first + count))
 
 
-def test_nobody_to_choose() -> None:
+def test_no_worker_to_choose() -> None:
     assert Placement().choose([], "t", tokens(10)) is None
 
 

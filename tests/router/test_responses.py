@@ -1,4 +1,4 @@
-"""OpenAI's responses and conversations, with the official client, over two routers and one journal."""
+"""OpenAI's responses and conversations with the official client, over two routers and one journal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_chain_costs_its_new_tokens_and_a_branch_shares_them(clients: li
     assert two.usage.total_tokens - on.usage.input_tokens_details.cached_tokens in (0, 1)
 
 
-async def test_two_at_once_on_one_response_both_go_on_from_it(clients: list[AsyncOpenAI]) -> None:
+async def test_two_concurrent_requests_both_continue_one_response(clients: list[AsyncOpenAI]) -> None:
     one = await ask(clients[0], "What does list.sort do?")
     both = await asyncio.gather(
         *(ask(clients[i], f"And number {i}?", previous_response_id=one.id, max_output_tokens=8) for i in range(2))
@@ -90,7 +90,7 @@ async def test_two_at_once_on_one_response_both_go_on_from_it(clients: list[Asyn
         assert (await said_alone(clients[0], *texts)).startswith(response.output_text)
 
 
-async def test_a_stream_goes_on_from_any_event(clients: list[AsyncOpenAI]) -> None:
+async def test_a_stream_resumes_from_any_event(clients: list[AsyncOpenAI]) -> None:
     events = [e async for e in await ask(clients[0], "What is a tuple?", stream=True)]
     numbers = [event.sequence_number for event in events]
     assert numbers == sorted(set(numbers))
@@ -113,7 +113,7 @@ async def test_a_stream_goes_on_from_any_event(clients: list[AsyncOpenAI]) -> No
         assert rest[-1].response.output_text == whole.output_text
 
 
-async def test_a_stream_cut_by_a_dead_router_goes_on_at_another(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
+async def test_a_stream_cut_by_a_dead_router_resumes_at_another(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
     whole = (await ask(clients[1], LONG, max_output_tokens=300, extra_body=ON)).output_text
     seen, last, response_id = "", -1, ""
     stream = await ask(clients[0], LONG, max_output_tokens=300, extra_body=ON, stream=True)
@@ -141,10 +141,8 @@ async def test_a_background_response_outlives_its_router(cluster: Harness, clien
     whole = (await ask(clients[1], LONG, max_output_tokens=300, extra_body=ON)).output_text
     response = await ask(clients[0], LONG, max_output_tokens=300, extra_body=ON, background=True)
     assert response.status == "in_progress"
-    gateway = cluster.routers[0].gateway
-    await until(
-        lambda: any(len(turn.tokens) > turn.prompt_len + 10 for turn in gateway.turns.values()), 10, "some tokens"
-    )
+    live = cluster.routers[0].core.live
+    await until(lambda: any(turn.num_output > 10 for turn in live._turns.values()), 10, "some tokens")
     cluster.lose_router()
     while response.status == "in_progress":
         await asyncio.sleep(0.05)
@@ -164,7 +162,7 @@ async def test_background_is_polled_followed_and_cancelled_anywhere(clients: lis
     cancelled = await clients[1].responses.cancel(long.id)
     assert (cancelled.status, cancelled.output) == ("cancelled", [])
     assert (await clients[0].responses.cancel(long.id)).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled, nothing goes on from it"):
+    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be continued"):
         await ask(clients[0], "And?", previous_response_id=long.id)
     with pytest.raises(openai.BadRequestError, match="does not run in the background"):
         await clients[0].responses.cancel((await ask(clients[0], "Hm?", max_output_tokens=2)).id)
@@ -179,10 +177,10 @@ async def test_deleted_is_gone_and_its_session_released(cluster: Harness, client
     with pytest.raises(openai.NotFoundError):
         await clients[0].responses.retrieve(two.id)
     assert (await ask(clients[0], "And a dict?", previous_response_id=one.id, max_output_tokens=4)).output_text
-    sessions = {record.session_id for record, _, _ in await cluster.router.gateway.journal.list_sessions("")}
+    sessions = {record.session_id for record, _, _ in await cluster.router.core.journal.list_sessions("")}
     assert one.id in sessions
     await clients[0].responses.delete(one.id)
-    assert one.id not in {record.session_id for record, _, _ in await cluster.router.gateway.journal.list_sessions("")}
+    assert one.id not in {record.session_id for record, _, _ in await cluster.router.core.journal.list_sessions("")}
 
 
 async def test_not_stored_leaves_nothing(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
@@ -238,7 +236,7 @@ async def test_a_client_that_leaves_cancels_its_response(cluster: Harness, clien
     assert (left.status, left.output) == ("cancelled", [])
     with pytest.raises(openai.NotFoundError):
         await ask(clients[0], "Hm?", previous_response_id="resp_unknown")
-    journal = cluster.router.gateway.journal
+    journal = cluster.router.core.journal
     assert [key for key, _ in await journal.list_objects("", "response/")] == [f"response/{response_id}"]
 
 
@@ -248,14 +246,14 @@ async def test_a_client_that_leaves_cancels_its_response(cluster: Harness, clien
     [
         ({"previous_response_id": "resp_unknown"}, "response resp_unknown does not exist"),
         ({"conversation": "conv_unknown"}, "conversation conv_unknown does not exist"),
-        ({"previous_response_id": "a", "conversation": "b"}, "give one of previous_response_id and conversation"),
+        ({"previous_response_id": "a", "conversation": "b"}, "set only one of previous_response_id and conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools is not supported"),
         ({"model": "gpt-5"}, "is not served here"),
         ({"background": True, "store": False}, "a background response must be stored"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text"),
     ],
 )
-async def test_bad_requests_are_told_so(
+async def test_bad_requests_get_clear_errors(
     cluster: Harness, clients: list[AsyncOpenAI], change: dict[str, Any], message: str
 ) -> None:
     given: dict[str, Any] = {"model": MODEL, "input": "Hello"} | change
@@ -263,7 +261,7 @@ async def test_bad_requests_are_told_so(
         await clients[0].responses.create(**given)
 
 
-async def test_another_tenant_s_responses_are_not_there(tmp_path: Path) -> None:
+async def test_another_tenant_s_responses_are_not_found(tmp_path: Path) -> None:
     async with running(tmp_path, api_keys=("mine", "yours")) as cluster:
         mine, yours = (
             AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=0) for key in ("mine", "yours")

@@ -1,4 +1,4 @@
-"""SGLang's native API: what its clients rely on."""
+"""SGLang's native API, as its clients use it."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Tree:
         self.prompt_len: dict[str, int] = {}
 
     async def ask(self, name: str, given: list[int], keep_len: int | None = None, **params: Any) -> dict[str, Any]:
-        """``keep_len``: how much of the context of ``params["rid"]`` the request goes on from."""
+        """``keep_len``: how much of the context of ``params["rid"]`` the request continues."""
         request = body(input_ids=given, rid=name) | {"session_params": {"id": self.session} | params}
         answer = await generate(self.http, request)
         before = self.context[params.get("rid")]
@@ -181,7 +181,7 @@ class Tree:
         return answer["meta_info"]
 
 
-async def test_a_session_that_branches_goes_on_from_any_request(cluster: Harness, http: httpx.AsyncClient) -> None:
+async def test_a_branching_session_continues_any_request(cluster: Harness, http: httpx.AsyncClient) -> None:
     tree = Tree(http, (await http.post("/open_session", json={"session_id": "a/b"})).json())
     prompt = list(range(100, 140))
     await tree.ask("r1", prompt)
@@ -198,17 +198,17 @@ async def test_a_session_that_branches_goes_on_from_any_request(cluster: Harness
         refused = await http.post(
             "/generate", json=body(input_ids=[1]) | {"session_params": {"id": "a/b", "rid": gone}}
         )
-        assert refused.status_code == 400 and "is done" in refused.text
+        assert refused.status_code == 400 and "has no completed request" in refused.text
     await tree.ask("r9", [900], rid="r8")
     await tree.ask("r10", [901], rid="other root")
     past = body(input_ids=[1]) | {"session_params": {"id": "a/b", "rid": "r1", "offset": 49}}
     assert "must be from 0 to 48" in (await http.post("/generate", json=past)).text
     assert (await http.post("/close_session", json={"session_id": "a/b"})).status_code == 200
-    gateway = cluster.router.gateway
-    assert await gateway.journal.list_sessions("") == [] and await gateway.journal.list_objects("", "node/") == []
+    journal = cluster.router.core.journal
+    assert await journal.list_sessions("") == [] and await journal.list_objects("", "node/") == []
 
 
-async def test_two_requests_that_go_on_from_one_at_once_both_do(http: httpx.AsyncClient) -> None:
+async def test_two_concurrent_requests_both_continue_one_request(http: httpx.AsyncClient) -> None:
     tree = Tree(http, (await http.post("/open_session", json={})).json())
     await tree.ask("root", [100, 101, 102])
     await asyncio.gather(*(tree.ask(f"child {i}", [200 + i], rid="root") for i in range(4)))

@@ -1,4 +1,4 @@
-"""Text and tokens: sessions go on from their own tokens, stop strings are never shown."""
+"""Text and tokens: sessions keep their own tokens, and stop strings are never shown."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bytes_that_are_no_text_do_not_end_the_stream(before: list[int], text: s
     detokenizer = Detokenizer(BYTES)
     for token in before:
         detokenizer.push(token)
-    detokenizer.push(257)  # whatever bytes were held back are told by now
+    detokenizer.push(257)  # every byte that was held back is decoded by now
     assert "".join(detokenizer.push(byte) for byte in text.encode()) + detokenizer.push(257) == text + "b"
 
 

@@ -45,7 +45,7 @@ def seeds(pool: Any, which: str, trace: bool) -> tuple[dict[str, Any], bool]:
     began, totals, failed = time.perf_counter(), Counter[str](), []
     for result in pool.imap_unordered(run_seed, numbers):
         totals.update(turns=result.num_turns, tokens=result.num_tokens)
-        totals.update({"sessions handed over": result.num_moved})
+        totals.update({"sessions migrated": result.num_migrated})
         totals.update({"simulated s": round(result.simulated_s), "callbacks": result.num_callbacks})
         if result.violations or trace:
             report(result, len(result.trace) if trace else TRACE_LINES)

@@ -1,4 +1,4 @@
-"""Clients that know what a fault-free cluster would say, and check every token against it."""
+"""Clients that know the output of a fault-free cluster, and check every token."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Client:
                 self.cluster.violated(f"L13: {turn.id}: {error.message}, and nobody went on with it")
             if isinstance(error, StaleEpoch) and not self.cluster.disturbed:
                 self.cluster.violated(f"L11: {turn.id}: {error.message}, and that is no fault of its client")
-            # The turn is not going on. What the journal has of it, the next attempt asks.
+            # The turn has stopped. The next attempt asks for what the journal has of it.
             turn.resumes = True
             await asyncio.sleep(self.rng.uniform(0.05, 0.5))
         except SessionNotFound as error:
@@ -265,8 +265,8 @@ class Client:
             self.cluster.violated(f"L10: {self.name} has {length} tokens, not {len(self.history)} or {len(whole)}")
 
     async def _settle_race(self, turns: list[_Turn]) -> None:
-        """What the session may be now: with all turns that are done, and perhaps with those of which nobody
-        knows any more (only the last can be asked for), in some order."""
+        """What the session may be now: with all turns that are done, in some order, and perhaps with those whose
+        end is unknown (only the last can be asked for)."""
         done = [turn for turn in turns if turn.done]
         orders = [order for n in range(len(done), len(turns) + 1) for order in itertools.permutations(turns, n)]
         after = [self._after(order) for order in orders if all(turn in order for turn in done)]
@@ -311,7 +311,7 @@ class Client:
             await asyncio.sleep(0.05)
 
     async def _length(self) -> int | None:
-        """How many tokens the session has; None if it was never made. Asked until somebody knows."""
+        """How many tokens the session has; None if it was never created. Asks until a router answers."""
         await asyncio.sleep(0.5)  # a router that was left has had a moment to see it
         answer = await self._ask("Get", session_pb2.GetRequest(session_id=self.name))
         return answer.num_tokens if answer is not None else None

@@ -1,4 +1,4 @@
-"""What goes wrong in a run: chosen by the seed, at times and at callbacks chosen by the seed."""
+"""The faults of a run. The seed chooses them, and the times and callbacks at which they are injected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from router.moves import Moved
+from router.fleet.migration import DrainReport
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
 from tests.simulation.network import NOBODY
@@ -28,7 +28,7 @@ class Faults:
             (self.answers_get_lost, 1),
             (self.network_is_slow, 1),
             (self.drain, 1),
-            (self.move, 4),
+            (self.migrate, 4),
             (self.restart, 1),
         ]
         # Some strike between any two callbacks, the rest at any time.
@@ -56,7 +56,7 @@ class Faults:
     def strike(self) -> None:
         kinds, weights = zip(*self._kinds, strict=True)
         self.cluster.disturbed = True
-        # Whoever was running when it struck has no part in what it does.
+        # The fault runs in no process: not in the one whose callback it interrupted.
         NOBODY.copy().run(self.rng.choices(kinds, weights)[0])
 
     def _on_callback(self, count: int) -> None:
@@ -123,14 +123,14 @@ class Faults:
         """A worker is drained, and replaced by its next incarnation some time after."""
         worker = self.rng.choice(self.cluster.workers)
         router = self.rng.choice(self.cluster.routers)
-        if router.gateway is None or not router.process.alive or worker.address is None:
+        if router.core is None or not router.process.alive or worker.address is None:
             return
         self.cluster.trace(f"{worker.name} is drained")
-        gateway, timeout_s, rank = router.gateway, self.rng.choice((0.0, 1.0)), worker.ranks[0]
+        core, timeout_s, rank = router.core, self.rng.choice((0.0, 1.0)), worker.ranks[0]
 
         async def drain() -> None:
             try:
-                await gateway.moves.drain(worker.name, timeout_s)
+                await core.migrator.drain(worker.name, timeout_s)
             except Exception as error:
                 self.cluster.trace(f"the drain failed: {error!r}")
             self.cluster.kill(rank)
@@ -138,29 +138,29 @@ class Faults:
         router.process.spawn(drain())
         self._later(8.0, lambda: self.cluster.kill(rank))
 
-    def move(self) -> None:
-        """All that a worker has is handed over, session by session."""
+    def migrate(self) -> None:
+        """Migrate all idle sessions of a worker to the other, one by one."""
         router = self.rng.choice(self.cluster.routers)
-        gateway = router.gateway
-        if gateway is None or not router.process.alive:
+        core = router.core
+        if core is None or not router.process.alive:
             return
         source, target = self.rng.sample(self.cluster.workers, 2)
 
-        async def move() -> None:
-            links = {link.address.worker_id: link for link in gateway.alive_links()}
+        async def migrate() -> None:
+            links = {link.address.worker_id: link for link in core.fleet.alive()}
             if len(links) < 2:
                 return
-            gives, takes, moved = links[source.name], links[target.name], Moved()
+            sender, receiver, report = links[source.name], links[target.name], DrainReport()
             try:
-                for session_id, epoch in await gateway.moves.pins(gives):
-                    await gateway.moves.hand_over(session_id, epoch, gives, takes, moved)
+                for session_id, epoch in await core.migrator.pins(sender):
+                    await core.migrator.migrate(session_id, epoch, sender, receiver, report)
             except Exception as error:
-                self.cluster.trace(f"the move failed: {error!r}")
-            gateway.control.sweep(gives)
-            self.cluster.trace(f"{gives.name} gave to {takes.name}: {moved}")
-            self.cluster.sessions_moved += moved.sessions_moved
+                self.cluster.trace(f"the migration failed: {error!r}")
+            core.sweeper.sweep(sender)
+            self.cluster.trace(f"migrated from {sender.name} to {receiver.name}: {report}")
+            self.cluster.sessions_migrated += report.sessions_migrated
 
-        router.process.spawn(move())
+        router.process.spawn(migrate())
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         self.cluster.loop.call_later(seconds, act, context=NOBODY.copy())

@@ -21,7 +21,7 @@ MAX_AT_ONCE = 100_000
 
 
 class Stuck(Exception):
-    """Nothing will ever happen again, or nothing else, and somebody still waits."""
+    """Nothing is scheduled, or time stands still, while a task still waits."""
 
 
 class Process:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from workers.collectives import Shard
 from workers.config import EngineConfig
+from workers.engine.rank import Batch, StepResult
+from workers.engine.step_log import RecordedCache
 from workers.kv import PageCopy, SessionCache, TableUpdate
-from workers.rank import Batch, StepResult
+from workers.models.parallel import Shard
 from workers.scheduling import Step
-from workers.step_log import RecordedCache
 
 VOCABULARY = 97
 PAIR = struct.Struct("<qQ")

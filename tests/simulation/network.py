@@ -69,7 +69,7 @@ class Network:
             connection.retransmit()
 
     def stalls(self, connection: Connection) -> bool:
-        """Whether the link is cut; the connection will be told of its healing."""
+        """Whether the link is cut; the connection is notified when it heals."""
         if (connection.source, connection.target) not in self._cuts:
             return False
         self._stalled.append(connection)
@@ -198,7 +198,7 @@ class Call:
     def __init__(self, channel: SimulatedChannel, path: str, serialize: Any, deserialize: Any, timeout: Any) -> None:
         self._network, self.client = channel.network, channel.process
         server = self._network.at(channel.address)
-        # Where nobody listens, the host answers that.
+        # If nothing listens, the host answers.
         target = server.process if server is not None else Process("nobody", channel.address)
         self.up, self.down = Lane(channel.up, self.client, target), Lane(channel.down, target, self.client)
         self._serialize, self._deserialize = serialize, deserialize

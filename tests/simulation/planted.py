@@ -1,4 +1,4 @@
-"""Bugs planted on purpose, each a line or two of what somebody might write: the simulator must find them."""
+"""Planted bugs, each a plausible mistake of a line or two, which the simulator must find."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from router.dispatch import Dispatch
-from router.gateway import Gateway
-from router.journal import SessionRecord
-from router.sessions import Sessions
-from router.sqlite_journal import SqliteJournal
-from router.turns import LiveTurn, TurnChunk
-from tests.simulation.cluster import SimulatedJournal
+from router.journal.interface import SessionRecord
+from router.journal.sqlite import SqliteJournal
+from router.journal.sqlite_store import SqliteStore
+from router.turns.dispatch import Dispatch
+from router.turns.gateway import Gateway
+from router.turns.sessions import Sessions
+from router.turns.settle import Settler
+from router.turns.turn import LiveTurn, TurnChunk
+from tests.simulation.disk import SimulatedJournal
 from tests.simulation.run import run_seed
+from workers.engine.step_log import LogWriter
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
-from workers.step_log import LogWriter
 
-_fenced, _resume, _roll_back = SqliteJournal._fenced, Gateway.resume, Gateway._roll_back
+_fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
@@ -30,24 +32,24 @@ async def _append_later(self: SimulatedJournal, *args: Any) -> None:
     asyncio.get_running_loop().create_task(_append(self, *args))
 
 
-def _accept_any_epoch(self: SqliteJournal, session_id: str, epoch: int) -> Any:
-    return _fenced(self, session_id, self._row(session_id)[2])
+def _accept_any_epoch(self: SqliteStore, session_id: str, epoch: int) -> Any:
+    return _fenced(self, session_id, self._row(session_id).epoch)
 
 
-def _release_without_tombstone(self: SqliteJournal, session_id: str, tenant: str) -> SessionRecord:
-    record = self._load(session_id, tenant)
+def _release_without_tombstone(self: SqliteStore, session_id: str, tenant: str) -> SessionRecord:
+    record = self.load(session_id, tenant)
     self._db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     self._db.execute("DELETE FROM tokens WHERE session_id = ?", (session_id,))
     return record
 
 
-def _pin_without_new_epoch(self: SqliteJournal, session_id: str, epoch: int, worker: str) -> int:
+def _pin_without_new_epoch(self: SqliteStore, session_id: str, epoch: int, worker: str) -> int:
     self._db.execute("UPDATE sessions SET worker = ? WHERE session_id = ?", (worker, session_id))
     return epoch
 
 
-def _own_without_new_epoch(self: SqliteJournal, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
-    record, turn_id = self._load(session_id, tenant), self._row(session_id)[5]
+def _own_without_new_epoch(self: SqliteStore, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
+    record, turn_id = self.load(session_id, tenant), self._row(session_id).turn_id
     self._db.execute("UPDATE sessions SET router = ? WHERE session_id = ?", (self.router, session_id))
     return record, turn_id
 
@@ -73,28 +75,28 @@ async def _fail_over_without_output(self: Dispatch, turn: LiveTurn) -> Any:
     return await _fail_over(self, turn)
 
 
-def _abort_anybody_s_turn(self: SqliteJournal, session_id: str, turn_id: str) -> bool:
-    ours = bool(self._row(session_id)[5] == turn_id)
+def _abort_anybody_s_turn(self: SqliteStore, session_id: str, turn_id: str) -> bool:
+    ours = bool(self._row(session_id).turn_id == turn_id)
     if ours:
-        self._forget_turn(session_id)
+        self._drop_turn(session_id)
     return ours
 
 
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
-    "a stale epoch is accepted": lambda: mock.patch.object(SqliteJournal, "_fenced", _accept_any_epoch),
-    "a release leaves no tombstone": lambda: mock.patch.object(SqliteJournal, "_release", _release_without_tombstone),
-    "a re-pin keeps its epoch": lambda: mock.patch.object(SqliteJournal, "_pin", _pin_without_new_epoch),
-    "two routers own a session": lambda: mock.patch.object(SqliteJournal, "_own", _own_without_new_epoch),
+    "a stale epoch is accepted": lambda: mock.patch.object(SqliteStore, "_fenced", _accept_any_epoch),
+    "a release leaves no tombstone": lambda: mock.patch.object(SqliteStore, "release", _release_without_tombstone),
+    "a re-pin keeps its epoch": lambda: mock.patch.object(SqliteStore, "pin", _pin_without_new_epoch),
+    "two routers own a session": lambda: mock.patch.object(SqliteStore, "_own", _own_without_new_epoch),
     "a release is answered before all ranks acked it": lambda: mock.patch.object(LogWriter, "hold", _ready_at_once),
     "a resumed stream begins at its start": lambda: mock.patch.object(Gateway, "resume", _resume_from_the_start),
     "a failover forgets the output so far": lambda: mock.patch.object(Dispatch, "fail_over", _fail_over_without_output),
     "a router rolls back the turn of another": lambda: mock.patch.object(
-        SqliteJournal, "_abort_turn", _abort_anybody_s_turn
+        SqliteStore, "abort_turn", _abort_anybody_s_turn
     ),
     "a turn that was done when its client left is forgotten": lambda: _remembers_what_it_rolls_back(),
     "a turn that fails for want of a worker is rolled back": lambda: mock.patch.object(
-        Gateway, "_leave_shown", Gateway._roll_back
+        Settler, "keep_shown", Settler.roll_back
     ),
     "a released session's slot stays": lambda: mock.patch.object(
         SessionCache, "release_session", lambda self, session_id: 0
@@ -108,10 +110,10 @@ PLANTED: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def _remembers_what_it_rolls_back() -> Iterator[None]:
-    """A router that finds a turn done after all goes on with what it knew of its session."""
+    """A router that finds a turn completed after all keeps its outdated session."""
     forget, rolling_back = Sessions.forget, contextvars.ContextVar("rolling_back", default=False)
 
-    async def roll_back(self: Gateway, turn: LiveTurn, session: Any) -> None:
+    async def roll_back(self: Settler, turn: LiveTurn, session: Any) -> None:
         rolling_back.set(True)  # in this turn's end alone: it is a task of its own
         await _roll_back(self, turn, session)
 
@@ -119,13 +121,13 @@ def _remembers_what_it_rolls_back() -> Iterator[None]:
         if not rolling_back.get():
             forget(self, session_id)
 
-    with mock.patch.object(Gateway, "_roll_back", roll_back), mock.patch.object(Sessions, "forget", forget_else):
+    with mock.patch.object(Settler, "roll_back", roll_back), mock.patch.object(Sessions, "forget", forget_else):
         yield
 
 
 @contextlib.contextmanager
 def _skips_a_cut() -> Iterator[None]:
-    """Followers skip some cuts, and nobody looks at the digest."""
+    """Followers skip some cuts, and the digest is not compared."""
     cut = SessionCache.free_tail
 
     def free_tail(self: SessionCache, session_id: str, keep_len: int) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.clients import Client
-from tests.simulation.cluster import STEPS_S, Cluster, SimulatedLeader, simulated_edges
+from tests.simulation.cluster import Cluster, simulated_edges
+from tests.simulation.engine import STEPS_S, SimulatedLeader
 from tests.simulation.faults import Faults
 from tests.simulation.loop import SimulatedLoop, Stuck
 from workers.kv import SessionCache
@@ -31,8 +32,8 @@ class Result:
     trace: list[str] = field(default_factory=list)
     num_turns: int = 0
     num_tokens: int = 0
-    num_moved: int = 0
-    """Sessions whose KV was handed over."""
+    num_migrated: int = 0
+    """Sessions that migrated with their KV."""
     num_callbacks: int = 0
     simulated_s: float = 0.0
 
@@ -93,7 +94,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
 
 
 def _bury(loop: SimulatedLoop) -> None:
-    """Killed processes are collected now; what their clean-up tries then concerns nobody."""
+    """Collect killed processes now; what their clean-up tries has no effect."""
     loop.is_over = True
     loop.on_callback = lambda count: None
     loop._ready.clear()  # type: ignore[attr-defined]
@@ -124,14 +125,14 @@ async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
     await _all(cluster, last)
     await _check(cluster, clients)
     result.num_turns = sum(client.num_turns for client in clients)
-    result.num_moved = cluster.sessions_moved
+    result.num_migrated = cluster.sessions_migrated
     result.num_tokens = sum(client.num_tokens for client in clients)
 
 
 async def _all(cluster: Cluster, tasks: list[asyncio.Task[None]]) -> None:
     for error in await asyncio.gather(*tasks, return_exceptions=True):
         if error is not None:
-            cluster.violated(f"a client was told what it cannot understand: {error!r}")
+            cluster.violated(f"a client got an unexpected error: {error!r}")
 
 
 async def _whole(cluster: Cluster) -> None:
@@ -144,7 +145,7 @@ async def _whole(cluster: Cluster) -> None:
     def whole() -> bool:
         ranks = [rank for worker in cluster.workers for rank in worker.ranks]
         return all(rank.alive for rank in ranks) and all(
-            router.gateway is not None and router.process.alive and len(router.gateway.alive_links()) == 2
+            router.core is not None and router.process.alive and len(router.core.fleet.alive()) == 2
             for router in cluster.routers
         )
 
@@ -167,8 +168,8 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
         if journaled != ([] if client.released else client.history):
             cluster.violated(f"L10: the journal has {journaled} of {client.name}, its client {client.history}")
     for router in cluster.routers:
-        if router.gateway is not None and router.gateway.live_turns():
-            cluster.violated(f"L13: {router.process.name} still runs {router.gateway.live_turns()}")
+        if router.core is not None and router.core.live.ids():
+            cluster.violated(f"L13: {router.process.name} still runs {router.core.live.ids()}")
     gone = {client.name for client in clients if client.released}
     for worker in cluster.workers:
         leader = worker.leader

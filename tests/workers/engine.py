@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from workers.config import EngineConfig
-from workers.kv.sessions import new_tokens
-from workers.leader import Leader
-from workers.messages import Submission, TurnUpdate
+from workers.engine.leader import Leader
+from workers.engine.messages import Submission, TurnUpdate
+from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams
 
 SMALL = EngineConfig(max_total_tokens=2048, max_running_requests=8, max_sessions=32, num_threads=2)

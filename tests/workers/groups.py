@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from holdfast.v1 import rank_pb2
 from tests.workers.engine import SMALL, Engine
-from workers.collectives import Collectives, Shard
 from workers.config import EngineConfig
-from workers.follower import Follower
-from workers.leader import Leader
-from workers.rank import pick_device
+from workers.engine.collectives import Collectives
+from workers.engine.follower import Follower
+from workers.engine.leader import Leader
+from workers.engine.rank import pick_device
+from workers.models.parallel import Shard
 
 
 class GroupEngine(Engine):

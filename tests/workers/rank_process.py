@@ -1,4 +1,4 @@
-"""One rank of a group as a process of its own, for tests that put ranks on different hosts.
+"""One rank of a group as a separate process, for tests with ranks on different hosts.
 
 Prints ``ready: ADDRESS`` when it serves and ``lost: REASON`` when it ends, as a rank does, because of its group.
 Rank 0 decodes all the time, so that the ranks are in each other's collectives.
@@ -17,12 +17,12 @@ import time
 from array import array
 
 from tests.hosts import Host
-from workers.collectives import Shard
 from workers.config import EngineConfig
-from workers.group import Seat, join_store, open_store, start_rank
-from workers.messages import Submission
+from workers.engine.messages import Submission
+from workers.models.parallel import Shard
 from workers.scheduling import SamplingParams
-from workers.server import WorkerServer
+from workers.serving.group import RankIdentity, join_store, open_store, start_rank
+from workers.serving.worker_server import WorkerServer
 
 TIMEOUT_S = 60.0
 
@@ -82,7 +82,7 @@ async def main() -> None:
     elif given.size > 1:
         store = open_store(given.host, given.size, TIMEOUT_S)
         print(f"port: {store.port}", flush=True)
-    seat = Seat("w", 1, Shard(given.rank, given.size), given.host)
+    seat = RankIdentity("w", 1, Shard(given.rank, given.size), given.host)
     server, address = await start_rank(seat, config, store, lost)
     print(f"ready: {address}", flush=True)
     turn = 0

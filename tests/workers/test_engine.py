@@ -1,4 +1,4 @@
-"""The engine on the bundled model: the same tokens however they are computed."""
+"""The engine on the bundled model: the tokens do not depend on how they are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from holdfast.errors import InvalidRequest, PromptTooLong, QueueFull, SessionBusy, StaleEpoch
 from tests.workers.engine import NO_EOS, Engine
 from workers.config import BUNDLED_MODEL
-from workers.kv.sessions import new_tokens
+from workers.kv.slot import new_tokens
 from workers.scheduling import Finish, SamplingParams
 
 SAMPLED = replace(NO_EOS, temperature=0.8, top_k=40, top_p=0.95, seed=5)
@@ -54,7 +54,7 @@ def test_retracted_turns_return_with_the_same_tokens(alone: dict[str, list[int]]
 
 
 @pytest.mark.parametrize("seen", [1, 5, 11])
-def test_replay_elsewhere_goes_on_as_it_would_have(alone: dict[str, list[int]], seen: int) -> None:
+def test_a_replay_elsewhere_continues_identically(alone: dict[str, list[int]], seen: int) -> None:
     prompt, output = PROMPTS["p2"], alone["p2"]
     for params in (SAMPLED, replace(SAMPLED, repetition_penalty=1.3, frequency_penalty=0.5)):
         whole = Engine().generate("s", prompt, params)
@@ -81,7 +81,7 @@ def test_turn_n_costs_only_its_new_tokens() -> None:
         history = prompt + engine.output(f"t{turn}")
 
 
-def test_prefix_that_is_not_here_is_asked_for() -> None:
+def test_a_missing_prefix_is_requested() -> None:
     engine = Engine()
     engine.submit("t", "s", [1], prompt_len=11, prefix_len=10, prefix_crc=1)
     assert engine.last("t").needs_history
@@ -187,7 +187,7 @@ def test_stop_conditions() -> None:
     assert decoded == free
 
 
-def test_short_prompt_is_not_held_up_by_a_long_one() -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     engine = Engine(chunked_prefill_size=32)
     engine.submit("long", "a", [9] * 900)
     engine.leader.step()

@@ -13,8 +13,8 @@ from holdfast.v1 import rank_pb2, rank_pb2_grpc, session_pb2_grpc, worker_pb2, w
 from holdfast.v1 import session_pb2 as pb
 from tests.harness import ENGINE, running, start_group, stop_group
 from tests.waiting import until
-from workers.rank_links import RankLinks
-from workers.step_log import LogWriter
+from workers.engine.step_log import LogWriter
+from workers.serving.rank_links import RankLinks
 
 SHORT_LEASE = replace(ENGINE, rank_lease_s=0.6)
 
@@ -25,7 +25,7 @@ async def test_a_leader_that_falls_silent_is_lost_to_its_ranks() -> None:
     for task in leader._links._tasks:
         if task.get_coro().__name__ == "_write":  # type: ignore[union-attr]
             task.cancel()
-    await until(lambda: any("no word from its leader for 0.6 s" in reason for reason in lost), 5, "the lease to lapse")
+    await until(lambda: any("the leader was silent for 0.6 s" in reason for reason in lost), 5, "the lease to lapse")
     await stop_group(leader, followers)
 
 
@@ -72,7 +72,7 @@ async def test_a_rank_of_another_incarnation_is_refused_at_hello() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     links = RankLinks(1.0, print)
-    with pytest.raises(Exception, match="rank 1 is not made like its leader"):
+    with pytest.raises(Exception, match="rank 1 is not configured like its leader"):
         await links.connect({1: f"127.0.0.1:{port}"}, LogWriter(7, 1), 5, 5.0)
     await links.stop()
     await server.stop(None)
@@ -121,5 +121,5 @@ async def test_acks_that_cannot_be_taken_end_the_group_rather_than_its_answers()
 
     leader._leader.log.ack = fail  # type: ignore[method-assign]
     leader._leader.flush()
-    await until(lambda: "rank 1 cannot be heard: KeyError(1)" in lost, 5, "the leader to notice")
+    await until(lambda: "rank 1 cannot be read: KeyError(1)" in lost, 5, "the leader to notice")
     await stop_group(leader, followers)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from workers.sampler import SamplingRow, gumbel_noise, logprobs_of, sample
+from workers.engine.sampler import SamplingRow, gumbel_noise, logprobs_of, sample
 from workers.scheduling import SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0)
@@ -53,7 +53,7 @@ def test_greedy_takes_the_likeliest() -> None:
     assert draw(logits_of([0.2, 0.5, 0.3]), SamplingParams()) == Counter({1: 400})
 
 
-def test_filters_leave_what_they_should() -> None:
+def test_filters_keep_the_right_tokens() -> None:
     logits = logits_of([0.4, 0.3, 0.2, 0.1])
     assert set(draw(logits, replace(PARAMS, top_k=2))) == {0, 1}
     assert set(draw(logits, replace(PARAMS, top_p=0.65))) == {0, 1}
@@ -77,7 +77,7 @@ def test_rows_do_not_disturb_each_other() -> None:
     assert together == [sample(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(5)]
 
 
-def test_penalties_count_what_they_should() -> None:
+def test_penalties_count_the_right_tokens() -> None:
     flat = torch.zeros(1, 4)
     row = SamplingRow(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)
     seen = flat.clone()

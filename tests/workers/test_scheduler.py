@@ -1,4 +1,4 @@
-"""The scheduler on its own, with a device that is played: every turn ends, no page is lost."""
+"""The scheduler alone, with a simulated device: every turn ends, and no page leaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, SessionCache
-from workers.kv.sessions import new_tokens
+from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams, Scheduler, SchedulerLimits, Step, Turn
 
 ARRIVALS = st.lists(

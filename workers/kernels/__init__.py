@@ -1,1 +1,1 @@
-"""Attention over pages, each form beside the reference that defines it."""
+"""Kernels over pages, each beside the reference that defines it."""

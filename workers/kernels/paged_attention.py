@@ -1,11 +1,11 @@
-"""Attention over page tables: the function that defines it, and the torch path that the engine runs.
+"""Attention over page tables: the reference that defines it, and the torch implementation that the engine runs.
 
-A batch is a concatenation of sequences. Sequence ``i`` brings ``query_lens[i]`` new tokens at the end
-of its ``context_lens[i]`` tokens, and its pages stand in row ``i`` of ``tables``::
+A batch is a concatenation of sequences. Sequence ``i`` has ``query_lens[i]`` new tokens at the end of its
+``context_lens[i]`` tokens, and its page table is row ``i`` of ``tables``::
 
     context  |. . . . . . . . . . . . . . .|
               [0, context - query) cached
-                                 [context - query, context) the queries, written to the pages already
+                                 [context - query, context) the queries; their KV is written already
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def paged_attention_reference(
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What is the same in all layers of a step: made once, used in each."""
+    """What all layers of a step share, computed once."""
 
     query_lens: Sequence[int]
     context_lens: Sequence[int]
     as_one_batch: bool
-    """All sequences bring one query, and are close enough in length to be padded to the longest."""
+    """Every sequence has one query, and the lengths are close enough to pad to the longest."""
     masks: Sequence[Tensor | None]
-    """One for the batch, or one for each sequence; None where nothing is to be hidden, or where the
-    whole context is new and plain causal attention does it."""
+    """One for the batch, or one a sequence. None where nothing is masked, or where the whole context is new
+    and causal attention applies."""
 
 
 def plan_attention(
@@ -66,7 +66,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """The plan for a batch. ``group``: query heads per KV head."""
     num, longest = len(query_lens), max(context_lens)
-    # Padding reads KV that is not needed; a call for each sequence costs its overhead.
+    # Padding reads unneeded KV; a call for each sequence has overhead.
     if num > 1 and max(query_lens) == 1 and longest * num <= 2 * sum(context_lens):
         mask = None
         if min(context_lens) != longest:
@@ -81,7 +81,7 @@ def plan_attention(
 
 
 def _extend_mask(query_len: int, context_len: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask ``[group * query_len, context_len]``: query i sees positions up to its own."""
+    """Additive mask ``[group * query_len, context_len]``: query i attends to positions up to its own."""
     mask = torch.zeros(query_len, context_len, dtype=dtype, device=device)
     hidden = torch.ones(query_len, query_len, dtype=torch.bool, device=device).triu(1)
     mask[:, context_len - query_len :].masked_fill_(hidden, -torch.inf)
@@ -91,7 +91,7 @@ def _extend_mask(query_len: int, context_len: int, group: int, dtype: torch.dtyp
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """The same as ``paged_attention_reference``, by gathered pages and fused attention."""
+    """``paged_attention_reference`` with gathered pages and fused attention."""
     if plan.as_one_batch:
         return _decode_batch(q, k_pages, v_pages, tables, plan, scale)
     out, start = torch.empty_like(q), 0
@@ -105,7 +105,7 @@ def paged_attention(
 def _gather(pages: Tensor, table: Tensor) -> Tensor:
     """A sequence's pages, ``table [..., n]``, as ``[..., kv_heads, n * page_size, head_dim]``.
 
-    Each head's part of a page is picked as one flat row: torch copies those as blocks, several times
+    Each head's part of a page is gathered as one flat row, which torch copies as a block: several times
     faster on CPU.
     """
     num_pages, kv_heads, page_size, head_dim = pages.shape
@@ -127,7 +127,7 @@ def _one_sequence(
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         out = scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale)
         return out[0].transpose(0, 1)
-    # The heads that share a KV head are more queries to it: no copy of K and V per head.
+    # Heads that share a KV head become more queries of it, without a copy of K and V for each head.
     grouped = q.view(query_len, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     grouped = grouped.reshape(1, kv_heads, group * query_len, head_dim)
     out = scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask, scale=scale)

@@ -1,9 +1,11 @@
-"""The KV core: pages, prefix index, sessions, audit. Pure and deterministic (DESIGN.md, laws L1-L7)."""
+"""The KV core: pages, page tables, prefix index, sessions, audit. Pure and deterministic (laws L1-L7)."""
 
-from workers.kv.audit import AuditReport, audit
+from workers.kv.audit import AuditReport
+from workers.kv.cache import SessionCache
+from workers.kv.page_table import PageCopy, TableUpdate
 from workers.kv.pages import PagePool
 from workers.kv.prefix import PrefixEntry, PrefixIndex
-from workers.kv.sessions import Outcome, PageCopy, SessionCache, Slot, TableUpdate
+from workers.kv.slot import Outcome, Slot, new_tokens
 
 __all__ = [
     "AuditReport",
@@ -15,5 +17,5 @@ __all__ = [
     "SessionCache",
     "Slot",
     "TableUpdate",
-    "audit",
+    "new_tokens",
 ]

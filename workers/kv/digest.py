@@ -1,50 +1,59 @@
-"""A digest of a rank's KV state, kept up to date in O(changes): what ranks compare at each step (law L8).
+"""A digest of a rank's KV state, updated in O(changes). Ranks compare it at each step (law L8).
 
 The state is a set of elements: each page with its reference count, each slot with its lengths and its
 page table. The digest is the sum of the elements' hashes (a multiset hash: order does not matter, and
-an element that changes is subtracted and added anew). A page table enters as a chain of hashes, so that
-a cut or an append costs what it changes.
+a changed element is subtracted and added again). A page table is hashed as a chain, so that a cut or
+an append costs only what it changes.
 
 Elements are tuples of integers, whose ``hash`` is the same in every process of one Python build (only
-strings are salted). It tells mistakes apart, not adversaries.
+strings are salted). The digest detects mistakes, not adversaries.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from workers.kv.sessions import Slot
+from workers.kv.slot import Slot
 
 MASK = 2**64 - 1
 
 
 class StateDigest:
-    """The digest, and what it has seen of each element."""
+    """The digest, and the elements it was computed from."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._value = hash((num_pages, page_size))
         self._refcounts = [0] * num_pages
         self._slots: dict[Slot, _SlotDigest] = {}
+        # Slots that changed since the last update, with the number of leading pages that did not.
+        self._touched: dict[Slot, int] = {}
 
-    def update(self, refcounts: list[int], touched_pages: Iterable[int], touched_slots: Mapping[Slot, int]) -> int:
-        """The digest after what was touched since the last update; 64 bits.
+    @property
+    def num_touched(self) -> int:
+        """How many slots changed since the last update."""
+        return len(self._touched)
 
-        ``touched_slots``: for each, how many pages at the start of its table are as they were.
-        """
+    def touch(self, slot: Slot, num_kept: int | None = None) -> None:
+        """A slot changed, all but its first ``num_kept`` pages (default: all its pages now)."""
+        if num_kept is None:
+            num_kept = len(slot.pages)
+        if self._touched.get(slot, num_kept) >= num_kept:
+            self._touched[slot] = num_kept
+
+    def update(self, refcounts: list[int], touched_pages: Iterable[int]) -> int:
+        """The 64-bit digest after the changes since the last update."""
         value, seen = self._value, self._refcounts
         for page in touched_pages:
             if seen[page] != refcounts[page]:
                 value += hash((page, refcounts[page])) - hash((page, seen[page]))
                 seen[page] = refcounts[page]
-        for slot, num_kept in touched_slots.items():
+        for slot, num_kept in self._touched.items():
             known = self._slots.get(slot)
             if known is None:
                 known = self._slots[slot] = _SlotDigest(slot.session_id)
             chain, pages = known.chain, slot.pages
-            # A decode seldom changes its table.
+            # Most decodes do not change the table.
             if num_kept + 1 < len(chain) or len(chain) <= len(pages):
                 del chain[num_kept + 1 :]
                 for page in pages[len(chain) - 1 :]:
@@ -62,18 +71,20 @@ class StateDigest:
             )
             value += element - known.element
             known.element = element
+        self._touched.clear()
         self._value = value & MASK
         return self._value
 
     def drop(self, slot: Slot) -> None:
-        """The slot is no more."""
+        """Remove a dropped slot."""
+        self._touched.pop(slot, None)
         known = self._slots.pop(slot, None)
         if known is not None:
             self._value -= known.element
 
 
 class _SlotDigest:
-    """What one slot adds to the sum, and the chained hashes of its page table, one for each page."""
+    """One slot's term of the sum, and the chained hashes of its page table, one a page."""
 
     __slots__ = ("chain", "element")
 

@@ -1,4 +1,4 @@
-"""The pool of KV pages: who holds how many references to each, which are free, which are only cached."""
+"""The pool of KV pages: reference counts, the free list, and the cached pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections import OrderedDict
 class PagePool:
     """Reference counts, the free list, and the LRU of cached pages.
 
-    A page is in one of three states, told apart by its count alone:
+    A page is in one of three states:
 
     ====================  ==============================================================
     free                  ``refcounts[p] == 0``: on the free list
     cached                ``refcounts[p] == 1`` and the prefix index is that one holder
-    held                  anything else: some slot or pending copy lists it
+    held                  otherwise: a slot or a pending copy lists it
     ====================  ==============================================================
 
-    Every page that is not free is held by those who list it and by nobody else (law L1); the pool
-    does not know who they are, the auditor asks them.
+    The count of a page equals the number of its holders (law L1). The pool does not know who they are;
+    the auditor asks them.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -25,14 +25,14 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self.refcounts = [0] * num_pages
-        # Popped from the end, so that a fresh pool hands out 0, 1, 2, ... in order.
+        # Popped from the end, so that a new pool hands out 0, 1, 2, ... in order.
         self._free = list(range(num_pages - 1, -1, -1))
-        # Oldest first. Holders drop a chain of pages from its tail, so a page always enters after
-        # its descendants and plain LRU order never evicts a parent before its children.
+        # Oldest first. Holders drop a chain of pages from its end, so a page always enters after its
+        # descendants, and LRU order never evicts a parent before its children.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._indexed = bytearray(num_pages)
         self.touched: set[int] = set()
-        """Pages whose count changed since the digest was taken."""
+        """Pages whose count changed since the last digest."""
 
     @property
     def num_free(self) -> int:
@@ -55,7 +55,7 @@ class PagePool:
         return list(self._cached)
 
     def take_free(self) -> int | None:
-        """A free page with its count set to 1, or None when there is none."""
+        """A free page, now with one reference; None if there is none."""
         if not self._free:
             return None
         page = self._free.pop()
@@ -65,11 +65,11 @@ class PagePool:
         return page
 
     def oldest_cached(self) -> int | None:
-        """The cached page that was used least recently; the prefix index must forget it to free it."""
+        """The least recently used cached page. The prefix index must drop it to free it."""
         return next(iter(self._cached), None)
 
     def incref(self, page: int) -> None:
-        assert self.refcounts[page] > 0, f"page {page} is free and cannot gain a holder"
+        assert self.refcounts[page] > 0, f"page {page} is free and cannot be referenced"
         self.refcounts[page] += 1
         self.touched.add(page)
         if self._indexed[page]:
@@ -78,11 +78,11 @@ class PagePool:
     def decref(self, page: int) -> bool:
         """Drop one reference. Returns whether the page became free."""
         count = self.refcounts[page] - 1
-        assert count >= 0, f"page {page} has no holder to drop"
+        assert count >= 0, f"page {page} has no reference to drop"
         self.refcounts[page] = count
         self.touched.add(page)
         if count == 0:
-            assert not self._indexed[page], f"page {page} was freed under the prefix index"
+            assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
             self._free.append(page)
             return True
         if count == 1 and self._indexed[page]:
@@ -90,13 +90,13 @@ class PagePool:
         return False
 
     def mark_indexed(self, page: int) -> None:
-        """The prefix index becomes a holder of ``page`` (which somebody else holds already)."""
+        """Count the prefix index as a holder of ``page``, which has another holder already."""
         assert not self._indexed[page], f"page {page} is in the prefix index already"
         self.incref(page)
         self._indexed[page] = 1
 
     def unmark_indexed(self, page: int) -> bool:
-        """The prefix index stops holding ``page``. Returns whether the page became free."""
+        """Drop the prefix index's reference. Returns whether the page became free."""
         assert self._indexed[page], f"page {page} is not in the prefix index"
         self._indexed[page] = 0
         self._cached.pop(page, None)

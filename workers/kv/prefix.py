@@ -1,10 +1,10 @@
-"""Which full pages hold the KV of which tokens, so that sequences with a common prefix share them.
+"""The prefix index: which full pages hold the KV of which tokens, so that common prefixes are shared.
 
-Pages are named by a chained hash: a page's digest covers its tokens and its parent's digest, hence
-the whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180 section 4.4). The
-hash only finds candidates. A match also needs the very parent entry and equal tokens, so by induction
-a hash collision cannot serve another prefix's KV. Each tenant has a root of its own: prefixes never
-match across tenants, which also closes the timing channel between them.
+Pages are named by a chained hash: a page's digest covers its tokens and its parent's digest, and so the
+whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180 section 4.4). The hash only
+finds candidates. A match also needs the same parent entry and equal tokens, so by induction a hash
+collision cannot return another prefix's KV. Each tenant has its own root: prefixes never match across
+tenants, which also closes the timing channel between them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class PrefixEntry:
     tokens: bytes
     page: int
     owner: str = ""
-    # By page. Needed only to forget a whole branch when its session is released.
+    # By page. Used to drop a whole branch when its session is released.
     children: dict[int, PrefixEntry] = field(default_factory=dict)
-    # Another session than the owner has used it: worth keeping past its owner's end.
+    # A session other than the owner has used the entry: it is kept after the owner's release.
     shared: bool = False
 
 
 class PrefixIndex:
-    """Finds the page that follows a given page for given tokens. Holds one reference to each page."""
+    """Finds the page that follows a page for given tokens. Holds one reference to each of its pages."""
 
     def __init__(self, pool: PagePool, digest: Callable[[bytes, bytes], bytes] = chain_digest) -> None:
         self._pool = pool
@@ -57,18 +57,18 @@ class PrefixIndex:
         self._roots: dict[str, PrefixEntry] = {}
         self._by_digest: dict[bytes, list[PrefixEntry]] = {}
         self._by_page: dict[int, PrefixEntry] = {}
-        # Per owner, the entries where its part of the tree begins, by page.
+        # For each owner, the topmost entries of its subtrees, by page.
         self._tops: dict[str, dict[int, PrefixEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._by_page)
 
     def pages(self) -> list[int]:
-        """The pages that the index holds, for the auditor."""
+        """The pages in the index, for the auditor."""
         return list(self._by_page)
 
     def root(self, tenant: str) -> PrefixEntry:
-        """The entry that a tenant's first pages follow."""
+        """The root of a tenant's entries."""
         entry = self._roots.get(tenant)
         if entry is None:
             salt = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
@@ -76,7 +76,7 @@ class PrefixIndex:
         return entry
 
     def find(self, parent: PrefixEntry, tokens: array[int]) -> PrefixEntry | None:
-        """The entry for ``tokens`` (one page of them) right after ``parent``."""
+        """The child of ``parent`` for one page of ``tokens``."""
         raw = tokens.tobytes()
         for entry in self._by_digest.get(self._digest(parent.digest, raw), ()):
             if entry.parent is parent and entry.tokens == raw:
@@ -105,10 +105,10 @@ class PrefixIndex:
         return entry
 
     def remove(self, entry: PrefixEntry) -> bool:
-        """Forget an entry. Returns whether its page became free.
+        """Drop an entry. Returns whether its page became free.
 
-        Children that it still has cannot be found any more, for their parent is no longer the one
-        that is looked up: they serve nobody wrongly, and leave by the LRU.
+        Its children cannot be found any more, because lookups no longer reach this entry. They are
+        evicted as they age.
         """
         bucket = self._by_digest[entry.digest]
         bucket.remove(entry)
@@ -123,17 +123,17 @@ class PrefixIndex:
         return self._pool.unmark_indexed(entry.page)
 
     def remove_owned(self, owner: str) -> None:
-        """Forget every entry that ``owner`` made and nobody else has used, in all branches."""
+        """Drop every entry of ``owner`` that no other session has used, in all branches."""
         owned = list(self._tops.get(owner, {}).values())
         for entry in owned:
             owned.extend(child for child in entry.children.values() if child.owner == owner)
-        # Whoever uses an entry uses all above it, so what is shared lies above what is not.
+        # A session that uses an entry uses all entries above it: shared ones are above those that are not.
         for entry in reversed(owned):
             if not entry.shared:
                 self.remove(entry)
 
     def evict_oldest(self) -> bool:
-        """Free the page of the least recently used entry that nobody else holds, if there is one."""
+        """Evict the least recently used entry whose page has no other holder. False if there is none."""
         page = self._pool.oldest_cached()
         if page is None:
             return False

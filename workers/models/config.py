@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face checkpoint, checked: what is not supported is refused by name."""
+"""``config.json`` of a Hugging Face checkpoint. Unsupported values are refused with the field's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import UnsupportedModel
-from workers.collectives import Shard
+from workers.models.parallel import Shard
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -32,10 +32,10 @@ KIND_NAMES = {list: "a list", int: "an integer", NUMBER: "a number", dict: "an o
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where an architecture departs from Llama."""
+    """How an architecture differs from Llama."""
 
     qkv_bias: bool | None = None
-    """None: as ``attention_bias`` says, for q, k, v and o alike."""
+    """None: ``attention_bias`` decides, for q, k, v and o alike."""
     qk_norm: bool = False
 
 
@@ -58,7 +58,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the engine needs to know of a model. Lengths in tokens, sizes in elements."""
+    """A model's hyperparameters. Lengths in tokens, sizes in elements."""
 
     architecture: str
     vocab_size: int
@@ -80,18 +80,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def shard(self, shard: Shard) -> ModelConfig:
-        """The part of the model that one tensor-parallel rank computes: its heads and its share of the MLP.
+        """One tensor-parallel rank's part of the model: its heads and its share of the MLP.
 
-        With more ranks than KV heads, a KV head is held by several ranks. Vocabulary and widths stay the
-        whole model's. Raises UnsupportedModel if the ranks cannot share it out.
+        With more ranks than KV heads, several ranks hold the same KV head. Vocabulary and hidden size stay
+        the whole model's. Raises UnsupportedModel if the sizes do not divide by the ranks.
         """
         size = shard.size
         if self.num_heads % size:
-            raise UnsupportedModel(f"num_attention_heads: {self.num_heads} cannot be shared out to {size} ranks")
+            raise UnsupportedModel(f"num_attention_heads: {self.num_heads} cannot be divided among {size} ranks")
         if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise UnsupportedModel(f"num_key_value_heads: {self.num_kv_heads} cannot be shared out to {size} ranks")
+            raise UnsupportedModel(f"num_key_value_heads: {self.num_kv_heads} cannot be divided among {size} ranks")
         if self.intermediate_size % size:
-            raise UnsupportedModel(f"intermediate_size: {self.intermediate_size} cannot be shared out to {size} ranks")
+            raise UnsupportedModel(f"intermediate_size: {self.intermediate_size} cannot be divided among {size} ranks")
         return replace(
             self,
             num_heads=self.num_heads // size,
@@ -172,7 +172,7 @@ def _require(raw: dict[str, Any], key: str) -> int:
 
 
 def _refuse_malformed(raw: dict[str, Any]) -> None:
-    """What is optional may be missing or null, but else it is of its kind."""
+    """Refuse optional fields that are present with a wrong type."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     inside = {f"rope_scaling.{key}": value for key, value in rope.items()} if isinstance(rope, dict) else {}
     for key, kind in KINDS.items():

@@ -1,7 +1,7 @@
-"""A Llama-style decoder over page tables, for the four families of ``config.FAMILIES``.
+"""A Llama-style decoder over page tables, for the families of ``config.FAMILIES``.
 
-The forward pass reads its batch from tensors and lengths alone and keeps no state but the KV pool, so
-that a batch of decodes can be captured as a graph and a rank can run any step of its log.
+The forward pass reads its batch only from tensors and lengths, and its only state is the KV pool. So a
+batch of decodes can be captured as a graph, and a rank can run any step of its log.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from workers.collectives import Collectives
 from workers.kernels.paged_attention import AttentionPlan, paged_attention
 from workers.models.config import ModelConfig
+from workers.models.parallel import RankGroup
 from workers.models.rope import apply_rope, rope_table
 
 
 class KVPool:
     """KV of all layers by page: per layer two tensors ``[num_pages + 1, kv_heads, page_size, head_dim]``.
 
-    Heads first: a head's positions are gathered as whole rows, and lie side by side then, which
-    attention reads 1.4 to 1.8 times faster. The page past the end takes what padding rows write;
-    nobody reads it.
+    Heads come first, so that a head's positions are gathered as whole rows and are contiguous, which
+    attention reads 1.4 to 1.8 times faster. Padding rows write to the page past the end, which is never
+    read.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class KVPool:
 
     @staticmethod
     def page_size_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-        """What one page costs, over all layers."""
+        """The size of one page over all layers."""
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return per_token * page_size * torch.empty((), dtype=dtype).element_size()
 
     def write(self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put ``k, v [tokens, kv_heads, head_dim]`` each at its page and offset in it."""
+        """Write ``k, v [tokens, kv_heads, head_dim]`` at each token's page and offset."""
         self.k[layer][pages, :, offsets] = k
         self.v[layer][pages, :, offsets] = v
 
@@ -60,7 +60,7 @@ class KVPool:
         return [page.view(torch.uint8).numpy().tobytes() for page in together]
 
     def write_pages(self, pages: Sequence[int], data: Sequence[bytes]) -> None:
-        """Put what ``read_pages`` gave, here or on another rank that is made alike, into these pages."""
+        """Write the result of ``read_pages``, of this rank or of one with the same layout, to these pages."""
         shape = (len(pages), len(self.k) + len(self.v), *self.k[0].shape[1:])
         together = torch.frombuffer(bytearray(b"".join(data)), dtype=self.k[0].dtype).view(shape)
         together = together.to(self.k[0].device)
@@ -71,7 +71,7 @@ class KVPool:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's work, sequences one after another (see ``kernels.paged_attention``)."""
+    """One step's work, one sequence after another (see ``kernels.paged_attention``)."""
 
     tokens: Tensor
     """int64 ``[tokens]``"""
@@ -89,7 +89,7 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Projections that read the same input are stored as one matrix: fewer, larger products."""
+    """One layer. Projections of the same input are stored as one matrix, for fewer and larger products."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -111,14 +111,14 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm: Tensor
     head: Tensor
-    """The embedding itself when the two are tied."""
+    """The embedding, if the two are tied."""
 
 
 class Decoder:
     """The model: weights, the rope table, and ``forward``."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, context_len: int, group: Collectives | None = None
+        self, config: ModelConfig, weights: DecoderWeights, context_len: int, group: RankGroup | None = None
     ) -> None:
         """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others."""
         self.config = config
@@ -146,12 +146,12 @@ class Decoder:
             hidden = hidden + self._sum(linear(silu(gate) * up, layer.down, layer.down_bias))
         picked = hidden[batch.logit_rows]
         picked = rms_norm(picked, picked.shape[-1:], self.weights.final_norm, eps)
-        return self._whole(linear(picked, self.weights.head).float())
+        return self._gathered(linear(picked, self.weights.head).float())
 
-    # ---- with the other ranks of the group (the scheme of Megatron-LM, arXiv:1909.08053) ----------
+    # ---- tensor parallelism (the scheme of Megatron-LM, arXiv:1909.08053) -------------------------
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Each rank embeds the tokens of its part of the vocabulary, and nothing for the rest."""
+        """Each rank embeds the tokens of its part of the vocabulary, and zeros for the others."""
         if self._group is None:
             return embedding(tokens, self.weights.embedding)
         start, end = self._group.shard.of(self.config.vocab_size)
@@ -160,10 +160,10 @@ class Decoder:
         return self._group.all_reduce(rows * mine[:, None])
 
     def _sum(self, part: Tensor) -> Tensor:
-        """The whole product of a row-parallel projection. Its bias is rank 0's alone."""
+        """The whole product of a row-parallel projection. Only rank 0 adds its bias."""
         return part if self._group is None else self._group.all_reduce(part)
 
-    def _whole(self, logits: Tensor) -> Tensor:
+    def _gathered(self, logits: Tensor) -> Tensor:
         if self._group is None:
             return logits
         parts = self._group.gather(logits.contiguous())

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from holdfast.errors import UnsupportedModel
-from workers.collectives import Collectives, Shard
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.parallel import RankGroup, Shard
 
 Part: TypeAlias = tuple[int, int]
 """``[start, end)`` of a dimension."""
@@ -31,12 +31,12 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     context_len: int,
-    group: Collectives | None = None,
+    group: RankGroup | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face checkpoint folder, on ``device`` in ``dtype``; in a group, this rank's part.
+    """Load a Hugging Face checkpoint folder to ``device`` in ``dtype``; in a group, this rank's shard.
 
-    Raises UnsupportedModel for pickled weights, for missing, unknown or misshapen tensors, by name, and for
-    what the group's ranks cannot share out.
+    Raises UnsupportedModel for pickled weights, for sizes that do not divide by the group's ranks, and for
+    missing, unknown or misshapen tensors, which it names.
     """
     shard = group.shard if group is not None else Shard()
     part = config.shard(shard)
@@ -48,7 +48,7 @@ def load_decoder(
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells checkpoints apart without reading all of them: their config, and each weight file's end and size."""
+    """A fingerprint of a checkpoint's config, and of each weight file's end and size, without reading all of it."""
     crc = zlib.crc32((folder / "config.json").read_bytes())
     for path in _weight_files(folder):
         with path.open("rb") as file:
@@ -68,7 +68,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise UnsupportedModel(f"{index.name}: not a valid shard index ({error!r})") from None
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            raise UnsupportedModel(f"{index.name}: names shards that are not there: {', '.join(missing)}")
+            raise UnsupportedModel(f"{index.name}: names missing shards: {', '.join(missing)}")
         return [folder / name for name in names]
     if single.exists():
         return [single]
@@ -93,43 +93,43 @@ class _Tensors:
         self._taken: set[str] = set()
 
     def take(self, name: str, *shape: int, dim: int = 0, part: Part | None = None) -> Tensor:
-        """A tensor of that shape, or only positions ``part`` of its dimension ``dim``: no more is read."""
+        """A tensor of that shape, or positions ``part`` of its dimension ``dim``. Reads no more than it returns."""
         if name not in self._by_name:
             raise UnsupportedModel(f"{name}: this tensor is missing from the checkpoint")
         self._taken.add(name)
         stored = self._by_name[name].get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise UnsupportedModel(f"{name}: has shape {tuple(stored.get_shape())}, config.json asks for {shape}")
-        tensor = stored[:] if part is None else stored[slice(*part)] if dim == 0 else stored[:, slice(*part)]
+        tensor: Tensor = stored[:] if part is None else stored[slice(*part)] if dim == 0 else stored[:, slice(*part)]
         if not tensor.dtype.is_floating_point:
             raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
         return tensor.to(self._device, self._dtype).contiguous()
 
     def stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Tensor:
-        """Parts of several tensors as one, along the first dimension."""
+        """Parts of several tensors, concatenated along the first dimension."""
         return torch.cat([self.take(name, size, *shape, part=part) for name, size, part in parts])
 
     def refuse_unused(self, *, tied: bool) -> None:
-        # Tied checkpoints may carry the head again, old ones the rope's inverse frequencies.
+        # Tied checkpoints may contain the head too, and old ones rope's inverse frequencies.
         unused = sorted(
             name
             for name in set(self._by_name) - self._taken
             if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
         )
         if unused:
-            raise UnsupportedModel(f"{unused[0]}: the checkpoint has tensors that this architecture does not use")
+            raise UnsupportedModel(f"{unused[0]}: the checkpoint has a tensor that this architecture does not use")
 
 
 def _assemble(t: _Tensors, c: ModelConfig, shard: Shard) -> DecoderWeights:
-    """This rank's part of the model ``c``: of each projection its heads' or its neurons' rows or columns."""
+    """This rank's part of the model ``c``: its heads' or its neurons' rows or columns of each projection."""
     hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     q, mlp = shard.of(q_size), shard.of(c.intermediate_size)
-    # With more ranks than KV heads, neighbours hold the same one: that of their query heads.
+    # With more ranks than KV heads, neighbouring ranks hold the KV head of their query heads.
     kv_head = shard.rank * c.num_kv_heads // shard.size
     kv = (kv_head * c.head_dim, (kv_head + max(1, c.num_kv_heads // shard.size)) * c.head_dim)
 
     def row_bias(name: str, present: bool) -> Tensor | None:
-        # A row-parallel product is summed over the ranks: one of them adds the bias.
+        # A row-parallel product is summed over the ranks, so only one of them adds the bias.
         bias = t.take(name, hidden) if present else None
         return bias if shard.rank == 0 else None
 
@@ -161,7 +161,7 @@ def _assemble(t: _Tensors, c: ModelConfig, shard: Shard) -> DecoderWeights:
 
 
 def _vocabulary(t: _Tensors, name: str, c: ModelConfig, shard: Shard) -> Tensor:
-    """This rank's rows of a ``[vocab_size, hidden]`` table; zeros fill the last shares up to one size."""
+    """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""
     start, end = shard.of(c.vocab_size)
     rows = t.take(name, c.vocab_size, c.hidden_size, part=(start, end))
     return pad(rows, (0, 0, 0, -(-c.vocab_size // shard.size) - (end - start)))

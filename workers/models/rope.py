@@ -43,14 +43,14 @@ def _trained_len(rope: RopeConfig) -> int:
 
 
 def _llama3(base: Tensor, factor: float, low: float, high: float, trained_len: int) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between are blended."""
+    """Llama 3.1: stretch long wavelengths, keep short ones, and blend those in between."""
     wavelength = 2 * math.pi / base
     blend = ((trained_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * base / factor + blend * base
 
 
 def _yarn(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, a ramp between."""
+    """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, with a ramp in between."""
     p = rope.parameters
 
     def dimension(num_rotations: float) -> float:
@@ -62,8 +62,8 @@ def _yarn(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    interpolated = ramp.clamp(0.0, 1.0)
-    return base / p["factor"] * interpolated + base * (1 - interpolated)
+    interpolated, factor = ramp.clamp(0.0, 1.0), float(p["factor"])
+    return base / factor * interpolated + base * (1 - interpolated)
 
 
 def _yarn_magnitude(rope: RopeConfig) -> float:

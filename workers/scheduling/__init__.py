@@ -1,4 +1,4 @@
-"""What runs next: turns, admission, chunked prefill, retract. Pure and deterministic."""
+"""Scheduling: turns, admission, chunked prefill, retract. Pure and deterministic."""
 
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits, Step, Work
 from workers.scheduling.turn import Finish, SamplingParams, Turn

@@ -1,9 +1,9 @@
 """Continuous batching: which turns compute which tokens in the next step.
 
-Each step mixes one token of every decoding turn with chunks of prompts, within a budget of tokens
-(chunked prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole prompt. When
-a decode finds no page, idle slots go first (the cache sees to that), then the youngest turn is
-retracted: it keeps its tokens, gives its place back, and returns when there is room.
+Each step mixes one token of every decoding turn with chunks of prompts, within a token budget (chunked
+prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole prompt. When a decode
+finds no free page, the cache evicts idle slots; if there are none, the youngest turn is retracted: it
+keeps its tokens, leaves the batch, and resumes when there is room.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from workers.scheduling.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of one worker, each with what happens when it is met."""
+    """Limits of one worker, each with what happens beyond it."""
 
     context_len: int
-    """Tokens of one sequence, prompt and output. A longer prompt is refused, output is cut off here."""
+    """Tokens of one sequence, prompt and output. A longer prompt is refused; output ends here."""
     step_tokens: int = 512
-    """Tokens computed in a step: a long prompt is computed in chunks, so that decodes wait no longer."""
+    """Tokens computed in a step. Longer prompts are computed in chunks, which limits how long decodes wait."""
     max_running: int = 32
-    """Turns in a step; more wait."""
+    """Turns in a step. More turns wait."""
     max_waiting: int = 256
-    """Turns that wait; more are refused with QueueFull."""
+    """Waiting turns. More are refused with QueueFull."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One turn's share of a step: compute tokens ``[start, start + count)``."""
+    """One turn's share of a step: tokens ``[start, start + count)``."""
 
     turn: Turn
     row: int
@@ -41,12 +41,12 @@ class Work:
     start: int
     count: int
     samples: bool
-    """Whether this reaches the last token, whose logits give the next one."""
+    """Whether the share reaches the last token, whose logits give the next one."""
 
 
 @dataclass(slots=True)
 class Step:
-    """What a rank is to do: first the copies and table updates, then the work, as one batch."""
+    """One step of a rank: first the copies and table updates, then the work as one batch."""
 
     work: list[Work] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Step:
 
 
 class Scheduler:
-    """Waiting and running turns over one session cache. No clock: order of arrival is all it knows."""
+    """Waiting and running turns over one session cache. Uses the order of arrival, no clock."""
 
     def __init__(self, cache: SessionCache, limits: SchedulerLimits) -> None:
         self.cache = cache
         self.limits = limits
-        # One page is spared for a copy on write, so that any admitted turn can run alone to its end.
+        # One page is reserved for a copy on write, so that any admitted turn can run alone to its end.
         self.pool_tokens = (cache.pool.num_pages - 1) * cache.page_size
         self.max_len = min(limits.context_len, self.pool_tokens)
         self.waiting: deque[Turn] = deque()
@@ -71,7 +71,7 @@ class Scheduler:
         self._head_is_blocked = False
 
     def submit(self, turn: Turn) -> None:
-        """Queue a turn. Raises PromptTooLong, SessionBusy, QueueFull; then nothing has changed."""
+        """Queue a turn. Raises PromptTooLong, SessionBusy or QueueFull, and changes nothing then."""
         if len(turn.tokens) >= self.max_len:
             raise PromptTooLong(
                 f"the input of {len(turn.tokens)} tokens exceeds the maximum allowed length of "
@@ -80,7 +80,7 @@ class Scheduler:
         if turn.session_id in self._busy:
             raise SessionBusy(f"session {turn.session_id} already has an active request; wait or abort it")
         if len(self.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self.waiting)} turns are waiting on this worker; try again later")
+            raise QueueFull(f"{len(self.waiting)} turns are waiting on this worker; retry later")
         self._arrivals += 1
         turn.arrival = self._arrivals
         self._busy[turn.session_id] = turn.turn_id
@@ -88,22 +88,22 @@ class Scheduler:
         self.waiting.append(turn)
 
     def plan(self) -> Step:
-        """The next step. Pages are held for all of its work when this returns."""
+        """Plan the next step. Pages for all of its work are held when this returns."""
         work: dict[str, Work] = {}
         self._plan_decodes(work)
         budget = max(0, self.limits.step_tokens - len(work))
-        # Newcomers get a share of what the prompts under way get: none waits for a long one's end.
+        # New turns share the budget with running prefills, so that none waits for a long prompt to end.
         num_prefills = len(self.running) - len(work)
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
         self._plan_prefills(work, budget)
         return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
 
     def commit(self, step: Step) -> None:
-        """The step's tokens are computed."""
+        """Commit the step's tokens, which are computed now."""
         self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in step.work})
 
     def finish(self, turn: Turn, outcome: Outcome) -> None:
-        """End a turn, wherever it is: waiting, running or retracted (law L7). Again: nothing happens."""
+        """End a turn that is waiting, running or retracted (law L7). Idempotent."""
         if self.turns.pop(turn.turn_id, None) is None:
             return
         if self.running.pop(turn.turn_id, None) is None:
@@ -115,7 +115,7 @@ class Scheduler:
         self._head_is_blocked = False
 
     def made_room(self) -> None:
-        """Pages were given back other than by a turn: the next that waits may fit now."""
+        """Pages were freed other than by a turn: the first waiting turn may fit now."""
         self._head_is_blocked = False
 
     def turn_of(self, session_id: str) -> Turn | None:
@@ -134,7 +134,7 @@ class Scheduler:
         return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
-        slots = self.cache.slots  # for what ``_todo`` and ``_work`` say: most steps are this, for every turn
+        slots = self.cache.slots  # inlines ``_todo`` and ``_work``: this runs for every turn in most steps
         decodes = [t for t in self.running.values() if len(t.tokens) - slots[t.session_id].committed_len == 1]
         decodes.sort(key=attrgetter("arrival"))
         while decodes:
@@ -157,7 +157,7 @@ class Scheduler:
         self.num_retracted += 1
 
     def _plan_prefills(self, work: dict[str, Work], budget: int) -> None:
-        """Share the budget among the prompts under way: a long one must not hold up a short one."""
+        """Share the budget among the running prefills: a long prompt must not delay a short one."""
         waiting = (t for t in self.running.values() if t.turn_id not in work)
         prefills = sorted(waiting, key=self._todo)
         for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
@@ -167,7 +167,7 @@ class Scheduler:
                 budget -= count
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:
-        """Admit turns, in order, until ``budget`` tokens are spent; returns how many were."""
+        """Admit turns in order until ``budget`` tokens are planned. Returns how many were."""
         left = budget
         while self.waiting and left > 0 and len(self.running) < self.limits.max_running:
             turn = self._next_waiting()
@@ -182,12 +182,12 @@ class Scheduler:
         return budget - left
 
     def _next_waiting(self) -> Turn:
-        """The one that waits longest, of the tenant that runs fewest: many turns of one do not hold up others."""
+        """The longest-waiting turn of the tenant with fewest running turns: one tenant must not block others."""
         running = Counter(turn.tenant for turn in self.running.values())
         return min(self.waiting, key=lambda turn: running[turn.tenant])
 
     def _take_pages(self, turn: Turn) -> bool:
-        """Resume the turn's slot and hold pages for its whole prompt; or leave all as it was."""
+        """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return False."""
         cache = self.cache
         try:
             slot = cache.open(turn.session_id, turn.tenant, ephemeral=turn.ephemeral)
@@ -195,7 +195,7 @@ class Scheduler:
             return False
         keep_len = min(turn.keep_len, len(slot.tokens))
         if turn.params.logprob_start >= 0:
-            # Logprobs of cached tokens would need their logits: compute them again.
+            # Logprobs of cached tokens need their logits, which must be computed again.
             keep_len = min(keep_len, turn.params.logprob_start)
         cached_len = cache.resume(
             turn.session_id, turn.turn_id, turn.tokens, keep_len, match_prefix=turn.params.logprob_start < 0

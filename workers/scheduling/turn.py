@@ -1,4 +1,4 @@
-"""A turn, as the scheduler sees it: its tokens, its limits, and when it is over."""
+"""A turn as the scheduler sees it: its tokens, its limits, and when it ends."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int = -1
-    """-1: none; 0: the chosen token's; n: also the n likeliest tokens'."""
+    """-1: none; 0: of the chosen token; n: also of the n likeliest tokens."""
     logprob_start: int = -1
-    """From which token of the prompt on logprobs of the input are wanted; -1: none."""
+    """First token of the prompt whose logprob is wanted; -1: none."""
 
     @property
     def penalized(self) -> bool:
@@ -48,35 +48,35 @@ class Finish(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One request. ``tokens`` is all there is so far: history, input, output."""
+    """One request. ``tokens`` is the whole sequence so far: history, input, output."""
 
     turn_id: str
     session_id: str
     tenant: str
     tokens: array[int]
     prompt_len: int
-    """Where the output starts: ``tokens[prompt_len:]``, also after a replay."""
+    """The output is ``tokens[prompt_len:]``, also after a failover."""
     keep_len: int
-    """How many leading tokens the session had on this worker when the turn came."""
+    """Leading tokens that the session's slot had when the turn was submitted."""
     params: SamplingParams
     ephemeral: bool = False
     arrival: int = 0
     cached_len: int | None = None
-    """Tokens whose KV was there at first admission; None before it."""
+    """Tokens whose KV was present at the first admission; None before it."""
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
     def banned_tokens(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-        """What may not be sampled next, for ``min_tokens`` is not reached and it would end the turn."""
+        """Tokens that would end the turn before ``min_tokens``."""
         if self.num_output >= self.params.min_tokens:
             return ()
         eos = frozenset() if self.params.ignore_eos else eos_token_ids
         return tuple(sorted(self.params.stop_token_ids | eos))
 
     def finish_by_token(self, token: int, eos_token_ids: frozenset[int], max_len: int) -> Finish | None:
-        """Whether ``token``, appended last, ends the turn. ``max_len`` bounds all tokens of a sequence."""
+        """Why ``token``, which was just appended, ends the turn, if it does. ``max_len``: of the whole sequence."""
         if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
             return Finish("stop", token)
         if self.num_output >= self.params.max_tokens or len(self.tokens) >= max_len:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KVServiceStub(object):
-    """What a rank calls on its counterpart in another worker, while an idle session's KV is handed over.
+    """A rank's API for its counterpart in another worker, during the migration of an idle session.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class KVServiceStub(object):
 
 
 class KVServiceServicer(object):
-    """What a rank calls on its counterpart in another worker, while an idle session's KV is handed over.
+    """A rank's API for its counterpart in another worker, during the migration of an idle session.
     """
 
     def Read(self, request, context):
-        """Pages that the worker holds for a transfer (WorkerService.Export), in order, a few at a time. gRPC's
-        flow control holds the reader's peer back; a reader whose stream broke asks again from where it is.
+        """The pages exported by a transfer (WorkerService.Export), in order, a few a message. gRPC's flow control
+        limits what is in flight; a reader whose stream broke asks for the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_KVServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVService(object):
-    """What a rank calls on its counterpart in another worker, while an idle session's KV is handed over.
+    """A rank's API for its counterpart in another worker, during the migration of an idle session.
     """
 
     @staticmethod

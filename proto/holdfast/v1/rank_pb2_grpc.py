@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RankServiceStub(object):
-    """What a worker's leader calls on each of its other ranks.
+    """The API of a follower rank for its leader.
     """
 
     def __init__(self, channel):
@@ -48,22 +48,22 @@ class RankServiceStub(object):
 
 
 class RankServiceServicer(object):
-    """What a worker's leader calls on each of its other ranks.
+    """The API of a follower rank for its leader.
     """
 
     def Follow(self, request_iterator, context):
-        """The step log: entries go in, in order and without gaps; an ack comes out for each, when its
-        operations are applied and before its batch is computed. Either side beats while it has nothing to
-        say, and ends its process when the stream breaks or the other is silent for the lease: the ranks of
-        a worker die as one. There is one stream in a rank's life.
+        """The step log. The leader sends entries in order and without gaps; the follower acks each when its
+        operations are applied, before its batch is computed. Both sides send beats, and end their process
+        when the stream breaks or the other side is silent for the lease: the ranks of a worker end together.
+        A rank accepts one stream in its lifetime.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Read a session's pages from this rank's counterpart in another worker, into pages that the step log
-        has given to the session.
+        """Reads a session's pages from this rank's counterpart in another worker into the pages that the step
+        log allocated for the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_RankServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RankService(object):
-    """What a worker's leader calls on each of its other ranks.
+    """The API of a follower rank for its leader.
     """
 
     @staticmethod

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """What clients of a Holdfast cluster call, on any router.
+    """The client API, served by every router.
 
-    Metadata: `authorization: Bearer KEY` where the cluster asks for a key. Errors carry their stable
-    code in trailing metadata `holdfast-code`, and `retry-after-s` where a retry can help.
+    Metadata: `authorization: Bearer KEY` if the cluster has API keys. Errors carry their stable code in
+    the trailing metadata `holdfast-code`, and `retry-after-s` where a retry can succeed.
     """
 
     def __init__(self, channel):
@@ -76,29 +76,29 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """What clients of a Holdfast cluster call, on any router.
+    """The client API, served by every router.
 
-    Metadata: `authorization: Bearer KEY` where the cluster asks for a key. Errors carry their stable
-    code in trailing metadata `holdfast-code`, and `retry-after-s` where a retry can help.
+    Metadata: `authorization: Bearer KEY` if the cluster has API keys. Errors carry their stable code in
+    the trailing metadata `holdfast-code`, and `retry-after-s` where a retry can succeed.
     """
 
     def Open(self, request, context):
-        """Opens a session. Again with the same id, by the same tenant: the same session.
+        """Opens a session. Idempotent for the same id and tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Runs one turn and streams its tokens. Cancelling the call ends the turn and takes the session
-        back to its last good turn.
+        """Runs one turn and streams its tokens. Cancelling the call aborts the turn: the session returns to
+        its last good turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Forgets a session for good; its pages are free when this returns. Again: the same answer.
+        """Releases a session permanently; its pages are free when this returns. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,7 +112,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Opens a session that begins as the first at_len tokens of another and shares its pages.
+        """Opens a session with the first at_len tokens of another session, sharing its pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,10 +177,10 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """What clients of a Holdfast cluster call, on any router.
+    """The client API, served by every router.
 
-    Metadata: `authorization: Bearer KEY` where the cluster asks for a key. Errors carry their stable
-    code in trailing metadata `holdfast-code`, and `retry-after-s` where a retry can help.
+    Metadata: `authorization: Bearer KEY` if the cluster has API keys. Errors carry their stable code in
+    the trailing metadata `holdfast-code`, and `retry-after-s` where a retry can succeed.
     """
 
     @staticmethod

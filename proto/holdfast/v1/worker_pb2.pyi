@@ -285,10 +285,10 @@ class DrainRequest(_message.Message):
     def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("turns_moved",)
-    TURNS_MOVED_FIELD_NUMBER: _ClassVar[int]
-    turns_moved: int
-    def __init__(self, turns_moved: _Optional[int] = ...) -> None: ...
+    __slots__ = ("turns_preempted",)
+    TURNS_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    turns_preempted: int
+    def __init__(self, turns_preempted: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """What routers and operators call on a worker.
+    """The worker's API for routers.
     """
 
     def __init__(self, channel):
@@ -98,20 +98,20 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """What routers and operators call on a worker.
+    """The worker's API for routers.
     """
 
     def Attach(self, request_iterator, context):
-        """One stream per router: turns and aborts go in, one message a step with all its turns' tokens
-        comes out, and a beat when there is nothing to say. When the stream breaks, the worker ends the
-        turns that came by it.
+        """One stream a router. The router sends turns and aborts; the worker sends one message a step with
+        the tokens of all the router's turns, and regular beats. When the stream breaks, the worker aborts
+        the turns submitted on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Both answer OK only when every rank has applied them.
+        """Release and FreeTail answer OK only when every rank has applied them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,38 +142,38 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """From now on takes no turns. Returns when those that run are done; what runs at the deadline is turned
-        away, for the routers to go on with elsewhere. Its idle sessions are theirs to move.
+        """Stops admitting turns. Returns when the running turns are done; turns that still run at the deadline
+        are preempted, and their routers fail them over. Routers migrate the worker's idle sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends the worker: its ranks' processes exit, and the supervisor starts its next incarnation.
+        """Ends the worker's processes. The supervisor starts its next incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Import(self, request, context):
-        """Takes over the KV of an idle session from another worker, each rank from its counterpart. What it
-        has then is as good as computed here; whose the session is does not change by it.
+        """Reads the KV of an idle session from another worker, each rank from its counterpart. The session's
+        pin does not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """Holds an idle session's pages as they are now, for another worker's ranks to read, until the caller
-        ends the stream. There is one answer.
+        """Holds an idle session's pages for another worker's ranks to read, until the caller ends the stream.
+        Sends one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Slots(self, request, context):
-        """The sessions that this worker holds slots of.
+        """The sessions that have a slot on this worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -258,7 +258,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """What routers and operators call on a worker.
+    """The worker's API for routers.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The path the engine runs against the function that defines attention over pages."""
+"""The engine's attention over pages against its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases that leaked or corrupted pages in other engines, each with its numbers."""
+"""The cases that leaked or corrupted pages in other engines, with their numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.errors import OutOfPages, SessionBusy
 from workers.kv import Outcome, SessionCache
-from workers.kv.sessions import new_tokens
+from workers.kv.slot import new_tokens
 
 PAGE_SIZES = [1, 4, 16, 256]
 pytestmark = pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -230,7 +230,7 @@ def test_g_release_at_any_moment_and_twice(page_size: int, moment: str) -> None:
     assert cache.release_session("s") > 0
     assert cache.release_session("s") == 0
     cache.finish_copies(len(cache.pending_copies))
-    assert cache.pool.num_free == cache.pool.num_pages, "nobody else used its pages: all are free"
+    assert cache.pool.num_free == cache.pool.num_pages, "no other session used its pages: all are free"
     assert cache.audit().ok
 
 

@@ -1,4 +1,4 @@
-"""What the engine cannot run is refused at load, by the name of the field."""
+"""Unsupported checkpoints are refused at load, with the name of the field."""
 
 from __future__ import annotations
 

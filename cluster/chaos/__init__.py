@@ -1,0 +1,1 @@
+"""``holdfast chaos``: faults under a load that verifies every token."""

@@ -1,0 +1,1 @@
+"""The ``holdfast`` command, one file a group of commands."""

@@ -1,0 +1,37 @@
+"""The ``holdfast`` command: its groups of commands, and how errors are reported."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import click
+
+from cluster.cli.chaos import chaos
+from cluster.cli.nodes import drain, join, restart
+from cluster.cli.serve import serve
+from cluster.cli.show import audit, sessions, status
+from holdfast.errors import HoldfastError
+
+
+@click.group()
+def cli() -> None:
+    """Serve LLM sessions that survive the death of any worker."""
+
+
+for command in (serve, status, sessions, audit, drain, restart, join, chaos):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point. A HoldfastError is one line on stderr, with exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        cli()
+    except HoldfastError as error:
+        click.echo(f"holdfast: {error.message}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

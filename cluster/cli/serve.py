@@ -1,0 +1,81 @@
+"""``holdfast serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from cluster.config import Config, load_config
+from cluster.guard import run_guarded
+from cluster.ray_backend.nodes import use_token
+from holdfast.errors import HoldfastError
+from router.journal.sqlite_file import check_writable
+
+
+def _flags(command: Any) -> Any:
+    """Every key of the configuration as a flag of the same name."""
+    for name, field in reversed(Config.model_fields.items()):
+        kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
+        kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str
+        repeated = field.annotation == list[str]
+        command = click.option(
+            f"--{name.replace('_', '-')}", name, type=kind, multiple=repeated, help=field.description, default=None
+        )(command)
+    return command
+
+
+@click.command()
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with the keys below")
+@_flags
+def serve(config_file: Path | None, **flags: Any) -> None:
+    """Start workers and routers, and serve until SIGINT or SIGTERM."""
+    given = {k: list(v) if isinstance(v, tuple) else v for k, v in flags.items() if v not in (None, ())}
+    config = load_config(config_file, given)
+    config.engine()
+    if config.journal_url is None:
+        check_writable(config.journal_path)
+    sys.exit(run_guarded(lambda: _run(config), config.drain_timeout_s))
+
+
+def _run(config: Config) -> None:
+    try:
+        asyncio.run(_serve(config))
+    except HoldfastError as error:
+        click.echo(f"holdfast: {error.message}", err=True)
+        sys.exit(1)
+
+
+async def _serve(config: Config) -> None:
+    if config.address is not None:
+        use_token()
+    import ray
+
+    from cluster.ray_backend.cluster import Cluster
+    from cluster.ray_backend.connect import connect, ray_output
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with ray_output(config.ray_log_path) as stdout:
+        connect(config)
+        cluster = Cluster(config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        try:
+            started = asyncio.ensure_future(cluster.start())
+            stopped = asyncio.ensure_future(stop.wait())
+            await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                await started
+                click.echo(f"ready: {' '.join(cluster.urls)} {' '.join(cluster.grpc_urls)}", file=stdout)
+                click.echo(f"Ray's messages: {config.ray_log_path}", file=stdout)
+                await stopped
+            else:
+                started.cancel()
+        finally:
+            await cluster.stop()
+            ray.shutdown()

@@ -1,0 +1,77 @@
+"""A cluster on Ray: the supervisor, with actors as its components."""
+
+from __future__ import annotations
+
+import asyncio
+
+import ray
+
+from cluster.config import Config
+from cluster.ray_backend.connect import LOOPBACK
+from cluster.ray_backend.router_process import RouterProcess
+from cluster.ray_backend.worker_group import WorkerGroup
+from cluster.supervisor import Supervisor
+from holdfast.errors import NoWorkerAvailable
+from router.fleet.link import WorkerAddress
+
+STOP_TIMEOUT_S = 2.0
+
+
+class Cluster:
+    """Routers, workers, and their supervisor. Call ``connect`` first."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        engine = config.engine()
+        num_ranks = config.workers * config.tp
+        use_gpu = engine.device == "cuda" or (
+            engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
+        )
+        self.routers = [RouterProcess(i, config.router(i)) for i in range(config.routers)]
+        host = LOOPBACK if config.address is None else None
+        self.workers = [
+            WorkerGroup(f"worker-{i}", config.tp, engine, use_gpu=use_gpu, strategy=config.tp_placement, host=host)
+            for i in range(config.workers)
+        ]
+        self._supervisor = Supervisor(
+            self.workers,
+            self.routers,
+            start_timeout_s=config.start_timeout_s,
+            rebalance_per_s=config.rebalance_per_s,
+        )
+
+    @property
+    def urls(self) -> list[str]:
+        """The routers' HTTP addresses."""
+        return [f"http://{router.config.host}:{router.config.port}" for router in self.routers]
+
+    @property
+    def grpc_urls(self) -> list[str]:
+        """The routers' gRPC addresses."""
+        return [f"grpc://{router.config.host}:{router.config.grpc_port}" for router in self.routers]
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    @property
+    def grpc_url(self) -> str:
+        return self.grpc_urls[0]
+
+    def worker_addresses(self) -> list[WorkerAddress]:
+        """The workers that serve now."""
+        return self._supervisor.addresses()
+
+    async def start(self) -> None:
+        """Start everything; returns when the routers reach every worker. Raises HoldfastError."""
+        try:
+            await self._supervisor.start()
+        except TimeoutError:
+            raise NoWorkerAvailable(f"the cluster did not start within {self.config.start_timeout_s} s") from None
+
+    async def stop(self) -> None:
+        """Give live turns ``drain_timeout_s`` to end, then end everything."""
+        await self._supervisor.stop()
+        timeout_s = self.config.drain_timeout_s + STOP_TIMEOUT_S
+        await asyncio.gather(*(router.stop(timeout_s) for router in self.routers))
+        await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))

@@ -1,0 +1,109 @@
+"""A machine of the cluster: its Ray node, which is drained before it leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.errors import HoldfastError
+
+log = logging.getLogger("holdfast.cluster")
+STOP_TIMEOUT_S = 10.0
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN_FILE = Path(".ray") / "auth_token"
+
+
+def prepare_environment() -> None:
+    """Set the environment variables that a Ray node reads at its start, unless the user has set them.
+
+    Ray starts its workers with a niceness of 15. Any other computation on the machine would then starve
+    ranks and routers, and their leases would expire.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Opt in to Ray's coming default of not hiding GPUs from actors without any; it warns otherwise.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def use_token() -> None:
+    """Use Ray's authentication token if this machine has one, as ``ray start`` does, unless the user decided.
+
+    A cluster without authentication ignores the token. Call this before ``ray`` is imported: Ray reads the
+    variable then.
+    """
+    found = any(name in os.environ for name in TOKEN_VARIABLES) or (Path.home() / TOKEN_FILE).is_file()
+    if found:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def workers_on(workers: list[dict[str, Any]], node: str) -> list[str]:
+    """The names of the workers that have a rank on a node.
+
+    ``node``: its address, or (the beginning of) its id, as in ``holdfast status``.
+    """
+
+    def is_on(place: str) -> bool:
+        address, _, node_id = place.partition("/")
+        return bool(place) and (address == node or (node_id != "" and node.startswith(node_id)))
+
+    return [worker["worker_id"] for worker in workers if any(is_on(rank["node"]) for rank in worker["ranks"])]
+
+
+def serve_node(address: str, ray_options: list[str], drain: Callable[[str], None]) -> int:
+    """Run a Ray node in the foreground. On SIGTERM or SIGINT, call ``drain`` with its id, then stop it.
+
+    Returns the exit code: 0 after a signal, else the node's own.
+    """
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={address}", *ray_options]
+    prepare_environment()
+    signals: list[int] = []
+    # In a session of its own: signals to the process group must not reach Ray before the drain.
+    process = subprocess.Popen(command, start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    while process.poll() is None and not signals:
+        try:
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    if process.poll() is not None:
+        return process.returncode or 1
+    try:
+        drain(_node_id(process.pid))
+    except HoldfastError as error:
+        log.error("the node leaves without a drain: %s", error.message)
+    finally:
+        _stop(process)
+    return 0
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    # Ray now waits for running actors. The node's ranks are drained, so end them.
+    ranks = [child for child in children if child.is_running() and child.name().startswith("ray::RankActor")]
+    for child in ranks:
+        child.kill()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        for child in [*children, psutil.Process(process.pid)]:
+            if child.is_running():
+                child.kill()
+        process.wait()
+
+
+def _node_id(pid: int) -> str:
+    """The id of the Ray node that this process started, from its raylet's command line."""
+    for child in psutil.Process(pid).children(recursive=True):
+        for word in child.cmdline():
+            if word.startswith("--node_id="):
+                return str(word).removeprefix("--node_id=")
+    raise HoldfastError("the Ray node has not started yet")

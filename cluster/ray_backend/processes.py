@@ -1,0 +1,86 @@
+"""Processes of the cluster's nodes: how they end, how their death is noticed, and Ray's errors as our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import grpc
+import psutil
+from ray.exceptions import RayError
+
+from holdfast.errors import HoldfastError
+from holdfast.silence import silent_for
+
+END_GRACE_S = 1.0
+"""Most processes end when Ray asks them to; stopped or hanging ones do not."""
+END_TIMEOUT_S = 10.0
+PROBES_PER_LEASE = 8
+
+
+def end_process(pid: int, created: float) -> None:
+    """Wait until a process of this node is gone, or kill it. Does nothing if its pid has been reused."""
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() != created:
+            return
+        try:
+            process.wait(END_GRACE_S)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(END_TIMEOUT_S)
+    except psutil.NoSuchProcess:
+        pass
+
+
+async def death_of(actor: Any, name: str) -> str:
+    """Returns when an actor's process died or ended."""
+    try:
+        await actor.wait.remote()
+    except RayError:
+        return f"{name} died"
+    return f"{name} ended"
+
+
+async def first_of(*waits: Coroutine[Any, Any, str]) -> str:
+    """The result of the first that returns; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def unanswered_for(lease_s: float, probe: Callable[[], Awaitable[object]]) -> None:
+    """Calls ``probe`` repeatedly; returns when it has not succeeded for a lease."""
+    num_answers = 0
+
+    async def ask() -> None:
+        nonlocal num_answers
+        while True:
+            with contextlib.suppress(RayError, grpc.aio.AioRpcError):
+                await probe()
+                num_answers += 1
+            await asyncio.sleep(lease_s / PROBES_PER_LEASE)
+
+    asking = asyncio.create_task(ask())
+    try:
+        await silent_for(lease_s, lambda: num_answers)
+    finally:
+        asking.cancel()
+
+
+@contextlib.contextmanager
+def ray_errors(failed: str) -> Iterator[None]:
+    """Raise HoldfastError for RayError; an actor's own HoldfastError as it is. ``failed``: what went wrong."""
+    try:
+        yield
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HoldfastError):
+            raise cause from None
+        raise HoldfastError(f"{failed}: {cause or error}") from None

@@ -1,0 +1,124 @@
+"""A worker on Ray: a placement group, and one incarnation of rank actors in it after another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cluster.ray_backend.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, unanswered_for
+from router.fleet.link import WorkerAddress
+from workers.config import EngineConfig
+from workers.serving.actor import RankActor, RankProcess
+
+log = logging.getLogger("holdfast.cluster")
+
+
+class WorkerGroup:
+    """The ranks of one worker. They start together and end together."""
+
+    def __init__(
+        self, worker_id: str, size: int, config: EngineConfig, *, use_gpu: bool, strategy: str, host: str | None
+    ) -> None:
+        self.name = worker_id
+        self.size = size
+        self.address: WorkerAddress | None = None
+        """The leader's address, while an incarnation serves."""
+        self._config = config
+        self._bundle = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {})
+        self._strategy = strategy
+        self._host = host
+        self._placement: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._processes: list[RankProcess] = []
+
+    async def start(self) -> None:
+        """Start a new incarnation; returns when it serves. Raises HoldfastError."""
+        with ray_errors(f"{self.name} did not start"):
+            await self._start()
+
+    async def _start(self) -> None:
+        if self._placement is None:
+            self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy)
+        await self._placement.ready()
+        # Unique across restarts of the whole cluster: no old pin may name a new incarnation.
+        incarnation = time.time_ns() // 1_000_000
+        self._actors = [self._actor(rank, incarnation) for rank in range(self.size)]
+        # Known before they load anything, so that ``end`` can end them wherever they hang.
+        self._processes = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
+        store = await self._actors[0].open_store.remote() if self.size > 1 else None
+        leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
+        self.address = WorkerAddress(self.name, incarnation, leader, self._config.max_running_requests)
+
+    async def failed(self) -> str:
+        """Returns, with the reason, when a rank has died or the leader does not answer within the lease."""
+        deaths = [death_of(actor, f"rank {rank}") for rank, actor in enumerate(self._actors)]
+        return await first_of(*deaths, self._silence())
+
+    async def end(self) -> None:
+        """End every process of this incarnation, whatever state it is in; returns when they are gone.
+
+        If a node was lost, so is the placement group: the next incarnation creates a new one.
+        """
+        self.address = None
+        for actor in self._actors:
+            ray.kill(actor)
+        processes, self._actors, self._processes = self._processes, [], []
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        # Ray asks a process to end, which does not work on one that is stopped.
+        ends = [self._end_process(process) for process in processes if process.node_id in alive]
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.error("a process of %s may still run, because its node does not answer: %r", self.name, result)
+        if any(process.node_id not in alive for process in processes):
+            self.remove_placement()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop every rank in order, then ``end`` those that still run."""
+        serving = self._actors if self.address is not None else []
+        for method in ("expect_end", "stop"):
+            calls = [asyncio.wait_for(getattr(actor, method).remote(), timeout_s) for actor in serving]
+            await asyncio.gather(*calls, return_exceptions=True)
+        await self.end()
+        self.remove_placement()
+
+    def remove_placement(self) -> None:
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _actor(self, rank: int, incarnation: int) -> Any:
+        actor_class: Any = RankActor
+        return actor_class.options(
+            name=f"{self.name}-{incarnation}-{rank}",
+            num_cpus=self._bundle["CPU"],
+            num_gpus=self._bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._config.num_threads)}},
+        ).remote(self.name, incarnation, rank, self.size, self._config, self._host)
+
+    async def _silence(self) -> str:
+        """Returns when the leader has not answered for a lease: a stopped process does not die."""
+        lease_s = self._config.rank_lease_s
+        assert self.address is not None, "the worker serves"
+        async with grpc.aio.insecure_channel(self.address.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            await unanswered_for(lease_s, lambda: stub.Check(health_pb2.HealthCheckRequest()))
+        return f"the leader has not answered for {lease_s} s"
+
+    async def _end_process(self, process: RankProcess) -> None:
+        if process.node_id == ray.get_runtime_context().get_node_id():
+            await asyncio.to_thread(end_process, process.pid, process.created)
+            return
+        there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+        task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
+        await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)

@@ -1,0 +1,48 @@
+"""The parts of one router, wired together. The APIs are built on it, and the tests drive it."""
+
+from __future__ import annotations
+
+from router.config import RouterConfig
+from router.fleet.fleet import Fleet
+from router.fleet.migration import Migrator
+from router.fleet.placement import Placement
+from router.fleet.sweeper import Sweeper
+from router.inputs import InputEncoder
+from router.journal.interface import Journal
+from router.metrics import Metrics
+from router.text import TextCodec
+from router.turns.control import Control
+from router.turns.dispatch import Dispatch
+from router.turns.gateway import Gateway
+from router.turns.live import LiveTurns
+from router.turns.relay import Relay
+from router.turns.sessions import Sessions
+
+
+class RouterCore:
+    """One router without its servers."""
+
+    def __init__(self, config: RouterConfig, journal: Journal, codec: TextCodec, metrics: Metrics) -> None:
+        self.config, self.journal, self.codec, self.metrics = config, journal, codec, metrics
+        placement = Placement()
+        self.live = LiveTurns(config, metrics)
+        self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
+        self.sweeper = Sweeper(journal, config.control_timeout_s)
+        self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
+        self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
+        self.inputs = InputEncoder(codec, self.fleet)
+        dispatch = Dispatch(config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, metrics)
+        relay = Relay(config, self.fleet, journal, codec, self.sessions, dispatch, metrics)
+        self.gateway = Gateway(config, self.fleet, journal, codec, self.sessions, self.live, relay, metrics)
+        self.control = Control(config, self.fleet, journal, self.sessions, self.live, self.sweeper)
+        metrics.watch(
+            lambda: [link.stats for link in self.fleet.alive()],
+            lambda: len(self.live.ids()),
+            lambda: len(self.sessions),
+        )
+
+    async def close(self) -> None:
+        """Settle the turns that have ended, then close the links."""
+        await self.gateway.close()
+        await self.sweeper.close()
+        await self.fleet.close()

@@ -1,0 +1,149 @@
+"""Shared by the HTTP APIs: authentication, error bodies, streaming, and clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from fastapi import Depends, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.errors import HoldfastError, RequestTooLarge, Unauthenticated
+from router.turns.turn import TurnChunk
+
+T = TypeVar("T")
+OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+
+def tenant_of(api_keys: tuple[str, ...], authorization: str | None) -> str:
+    """The tenant of a bearer token; "" if no API keys are configured. Raises Unauthenticated."""
+    if not api_keys:
+        return ""
+    given = (authorization or "").removeprefix("Bearer ").strip()
+    if not any(hmac.compare_digest(given.encode(), key.encode()) for key in api_keys):
+        raise Unauthenticated("send a valid API key: Authorization: Bearer KEY")
+    return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
+
+
+def _tenant(request: Request) -> str:
+    return tenant_of(request.app.state.api_keys, request.headers.get("authorization"))
+
+
+Tenant: TypeAlias = Annotated[str, Depends(_tenant)]
+"""The request's tenant. The app's ``state.api_keys`` holds the keys."""
+
+
+class LimitedBody:
+    """ASGI middleware that answers 413 to a request with a longer body, without reading the rest of it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        too_large = RequestTooLarge(f"the request is larger than {self._max_bytes} bytes")
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await error_response(too_large)(scope, receive, send)
+            return
+        num_read, refused = 0, False
+
+        async def limited() -> Message:
+            nonlocal num_read
+            message = await receive()
+            num_read += len(message.get("body", b""))
+            return message if num_read <= self._max_bytes else {"type": "http.disconnect"}
+
+        async def answer(message: Message) -> None:
+            """Replaces the app's answer to a body that was cut off."""
+            nonlocal refused
+            if num_read <= self._max_bytes:
+                await send(message)
+            elif not refused:
+                refused = True
+                await error_response(too_large)(scope, receive, send)
+
+        await self._app(scope, limited, answer)
+
+
+def error_response(error: HoldfastError) -> JSONResponse:
+    """An error in OpenAI's format."""
+    body = {
+        "message": error.message,
+        "type": OPENAI_TYPES.get(error.http_status, "server_error"),
+        "param": error.param,
+        "code": error.code,
+    }
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    return JSONResponse({"error": body}, error.http_status, headers)
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of ``work``. If the client disconnects first, cancels ``work``, which aborts its turn."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        return Response(status_code=499)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def first_chunk(stream: AsyncIterator[TurnChunk]) -> TurnChunk:
+    """The first chunk. Errors before it can still be answered with their HTTP status."""
+    return await anext(stream)
+
+
+async def with_first(first: TurnChunk, rest: AsyncGenerator[TurnChunk, None]) -> AsyncGenerator[TurnChunk, None]:
+    """The whole stream again, of which ``first_chunk`` took the first chunk. Closing it closes ``rest``."""
+    try:
+        yield first
+        async for chunk in rest:
+            yield chunk
+    finally:
+        await rest.aclose()
+
+
+def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+    """A response of server-sent events."""
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def collect(stream: AsyncIterator[TurnChunk]) -> tuple[TurnChunk, str]:
+    """All chunks merged into one, and the whole text. Consumes the stream."""
+    total: TurnChunk | None = None
+    pieces: list[str] = []
+    async for chunk in stream:
+        pieces.append(chunk.text)
+        if total is None:
+            total = chunk
+            continue
+        total.tokens += chunk.tokens
+        total.logprobs += chunk.logprobs
+        total.input_logprobs += chunk.input_logprobs
+        total.cached_len = chunk.cached_len
+        total.finish_reason, total.matched = chunk.finish_reason, chunk.matched
+    assert total is not None, "a turn yields at least one chunk or raises"
+    return total, "".join(pieces)

@@ -1,0 +1,62 @@
+"""All HTTP APIs as one application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from holdfast.errors import HoldfastError, InvalidRequest
+from router.core import RouterCore
+from router.faces.fields import refuse_invalid_text
+from router.faces.http import LimitedBody, error_response, tenant_of
+from router.faces.openai.chat import chat_routes
+from router.faces.openai.completions import completion_routes
+from router.faces.openai.conversation_routes import conversation_routes
+from router.faces.openai.conversations import Conversations
+from router.faces.openai.response_turns import ResponseTurns
+from router.faces.openai.responses import response_routes
+from router.faces.operator import OPEN_PATHS, operator_routes
+from router.faces.sglang.generate import sglang_routes
+
+
+def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
+    """The application over a router. ``grpc_address``: of this router's gRPC server."""
+
+    def authenticate(request: Request) -> None:
+        if request.url.path not in OPEN_PATHS:
+            tenant_of(core.config.api_keys, request.headers.get("authorization"))
+
+    dependencies = [Depends(authenticate), Depends(refuse_invalid_text)]
+    app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
+    app.state.api_keys = core.config.api_keys
+    app.add_middleware(LimitedBody, max_bytes=core.config.max_message_bytes)
+    conversations = Conversations(core)
+    app.include_router(completion_routes(core))
+    app.include_router(chat_routes(core))
+    app.include_router(response_routes(core, ResponseTurns(core, conversations)))
+    app.include_router(conversation_routes(conversations))
+    app.include_router(sglang_routes(core))
+    app.include_router(operator_routes(core, grpc_address))
+    _answer_errors(app)
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    @app.exception_handler(HoldfastError)
+    async def holdfast_error(request: Request, error: HoldfastError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error_response(InvalidRequest(f"{param or 'request'}: {first['msg']}", param or None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, error.status_code)

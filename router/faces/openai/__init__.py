@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API: models, completions, chat completions, responses, conversations."""

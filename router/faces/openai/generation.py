@@ -1,0 +1,206 @@
+"""Shared by chat and plain completions: parameters, the turn's request, and the answer or its stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
+
+from fastapi import Request
+from pydantic import BaseModel, Field, model_validator
+from starlette.responses import Response
+
+from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
+from holdfast.v1 import session_pb2
+from router.core import RouterCore
+from router.faces.fields import (
+    Count,
+    Int32,
+    Int64,
+    Name,
+    OpenAIBody,
+    Penalty,
+    RepetitionPenalty,
+    Stops,
+    StopTokens,
+    Temperature,
+    refuse_unsupported,
+)
+from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
+from router.turns.turn import Prepare, TurnChunk, TurnRequest
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class GenerationBody(OpenAIBody):
+    """Parameters of both endpoints."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    max_tokens: Count | None = None
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: Int32 = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Int64 | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens = Field(default_factory=list)
+    min_tokens: Int32 = Field(0, ge=0)
+    ignore_eos: bool = False
+    prompt_cache_key: Name = ""
+    logit_bias: dict[str, float] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> GenerationBody:
+        text_only = self.response_format in (None, {"type": "text"})
+        refuse_unsupported(
+            {
+                "n": self.n != 1,
+                "logit_bias": bool(self.logit_bias),
+                "tools": bool(self.tools),
+                "functions": bool(self.functions),
+                "response_format": not text_only,
+            }
+        )
+        return self
+
+    def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return session_pb2.Sampling(
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop=[stop for stop in stops if stop],
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=num_logprobs,
+        )
+
+
+class AnswerFormat(Protocol):
+    """How the answers of chat and plain completions differ."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def choice(self, total: TurnChunk, text: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+
+    def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
+        """The choice of one event of a stream."""
+
+
+def check_model(core: RouterCore, name: str) -> None:
+    """Raises ModelNotFound if a request names another model."""
+    served = core.config.served_model_name
+    if name and name != served:
+        raise ModelNotFound(f"model {name!r} is not served here; this is {served!r}")
+
+
+async def generate(
+    core: RouterCore,
+    http: Request,
+    tenant: str,
+    body: GenerationBody,
+    answer: AnswerFormat,
+    prepare: Prepare,
+    sampling: session_pb2.Sampling,
+    session_id: str,
+) -> Any:
+    """Run a turn, or resume it from ``Last-Event-ID``, and answer as the request wants."""
+    check_model(core, body.model)
+    request = TurnRequest(
+        tenant=tenant, prepare=prepare, sampling=sampling, session_id=session_id, cache_key=body.prompt_cache_key
+    )
+    resumed_turn, start = _last_event(http)
+    if resumed_turn:
+        request.turn_id = resumed_turn
+        stream = core.gateway.resume(session_id, tenant, resumed_turn, start)
+    else:
+        stream = core.gateway.run(request)
+    head = {
+        "id": f"{answer.id_prefix}-{request.turn_id}",
+        "created": int(time.time()),
+        "model": core.config.served_model_name,
+    }
+    if body.stream:
+        first = await until_disconnect(http, first_chunk(stream))
+        if isinstance(first, Response):
+            return first
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return event_stream(_events(answer, head, request.turn_id, first, stream, usage))
+    result = await until_disconnect(http, collect(stream))
+    if isinstance(result, Response):
+        return result
+    total, text = result
+    body_out = {"object": answer.object_name, "choices": [answer.choice(total, text)]}
+    return head | body_out | {"usage": usage_of(total, len(total.tokens))}
+
+
+def _last_event(http: Request) -> tuple[str, int]:
+    """The turn and the output token from which a client resumes its stream (``Last-Event-ID``)."""
+    turn_id, _, start = http.headers.get("last-event-id", "").rpartition(":")
+    if http.headers.get("last-event-id") and not (turn_id and start.isdecimal()):
+        raise InvalidRequest("Last-Event-ID: must be the id of an event of this stream")
+    return turn_id, int(start or 0)
+
+
+def usage_of(chunk: TurnChunk, completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage, including how much of the prompt was in the KV cache."""
+    return {
+        "prompt_tokens": chunk.prompt_len,
+        "completion_tokens": completion_tokens,
+        "total_tokens": chunk.prompt_len + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": chunk.cached_len},
+    }
+
+
+async def _events(
+    answer: AnswerFormat,
+    head: dict[str, Any],
+    turn_id: str,
+    first: TurnChunk,
+    stream: AsyncGenerator[TurnChunk, None],
+    include_usage: bool,
+) -> AsyncIterator[bytes]:
+    head = head | {"object": answer.chunk_object_name}
+    num_tokens, chunk = 0, first
+    try:
+        while True:
+            num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
+            body = head | {"choices": [answer.delta(chunk, first=chunk is first)]}
+            event = _event(body | ({"usage": None} if include_usage else {}))
+            yield f"id: {turn_id}:{num_tokens}\n".encode() + event
+            if chunk.finish_reason:
+                break
+            chunk = await anext(stream)
+        if include_usage:
+            yield _event(head | {"choices": [], "usage": usage_of(chunk, num_tokens)})
+        yield b"data: [DONE]\n\n"
+    except HoldfastError as error:
+        yield b"data: " + bytes(error_response(error).body) + b"\n\n"
+    finally:
+        await stream.aclose()
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

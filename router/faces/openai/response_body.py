@@ -1,0 +1,110 @@
+"""Bodies of requests to ``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from holdfast.errors import InvalidRequest
+from holdfast.v1 import session_pb2
+from router.faces.fields import Count, Int64, OpenAIBody, Temperature, refuse_unsupported
+from router.faces.openai.stored_response import StoredResponse
+
+MAX_METADATA = 16
+
+
+class InputItem(BaseModel):
+    """A message; items of other types are refused."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    id: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is stored. Raises InvalidRequest."""
+        kind = "output_text" if self.role == "assistant" else "input_text"
+        parts: list[dict[str, Any]] = (
+            [{"type": kind, "text": self.content}] if isinstance(self.content, str) else self.content
+        )
+        for part in parts:
+            if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+                raise InvalidRequest("input: only text content is supported", "input")
+        item_id = self.id or f"msg_{uuid.uuid4().hex}"
+        return {"id": item_id, "type": "message", "role": self.role, "status": "completed", "content": parts}
+
+
+class ConversationRef(BaseModel):
+    id: str
+
+
+class ResponseBody(OpenAIBody):
+    model: str = ""
+    input: str | list[InputItem] = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationRef | None = None
+    store: bool = True
+    background: bool = False
+    stream: bool = False
+    max_output_tokens: Count | None = None
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    seed: Int64 | None = None
+    ignore_eos: bool = False
+    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+    tools: list[Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    include: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> ResponseBody:
+        refuse_unsupported(
+            {
+                "tools": bool(self.tools),
+                "include": bool(self.include),
+                "text.format": (self.text or {}).get("format", {"type": "text"}) != {"type": "text"},
+                "truncation: auto": self.truncation == "auto",
+            }
+        )
+        if self.previous_response_id and self.conversation:
+            raise InvalidRequest("set only one of previous_response_id and conversation", "conversation")
+        if self.background and not self.store:
+            raise InvalidRequest("a background response must be stored", "store")
+        return self
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as stored items."""
+        given = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return [item.stored() for item in given]
+
+    def response(self, model: str) -> StoredResponse:
+        """The response that the request creates."""
+        response_id = f"resp_{uuid.uuid4().hex}"
+        conversation = self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
+        sampling = session_pb2.Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=self.max_output_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+        echoed = {"temperature", "top_p", "max_output_tokens", "metadata"}
+        return StoredResponse(
+            id=response_id,
+            created_at=int(time.time()),
+            model=model,
+            session_id=response_id,
+            input=self.items(),
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            conversation=conversation,
+            background=self.background,
+            stored=self.store,
+            settings=self.model_dump(include=echoed),
+            sampling=sampling.SerializeToString(),
+        )

@@ -1,0 +1,1 @@
+"""SGLang's native HTTP API: generate, and its streaming and branching sessions."""

@@ -1,0 +1,93 @@
+"""Request bodies of SGLang's API. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast.v1 import session_pb2
+from router.faces.fields import (
+    MAX_TOP_LOGPROBS,
+    Count,
+    Int32,
+    Int64,
+    Name,
+    Penalty,
+    RepetitionPenalty,
+    Stops,
+    StopTokens,
+    Temperature,
+    TokenId,
+)
+from router.faces.sglang.sessions import SessionParams
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class SamplingBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    max_new_tokens: Count | None = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Int32 = Field(0, ge=0)
+    temperature: Temperature = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: Int32 = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
+    ignore_eos: bool = False
+    sampling_seed: Int64 | None = None
+
+
+class GenerateBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | None = None
+    input_ids: list[TokenId] | None = None
+    sampling_params: SamplingBody = SamplingBody()
+    session_params: SessionParams | None = None
+    rid: Name | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: Int32 = -1
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    def sampling(self) -> session_pb2.Sampling:
+        s = self.sampling_params
+        stops = [s.stop] if isinstance(s.stop, str) else s.stop or []
+        return session_pb2.Sampling(
+            temperature=s.temperature,
+            top_k=max(0, s.top_k),
+            top_p=s.top_p,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            presence_penalty=s.presence_penalty,
+            frequency_penalty=s.frequency_penalty,
+            seed=s.sampling_seed,
+            max_tokens=s.max_new_tokens,
+            min_tokens=s.min_new_tokens,
+            stop=[stop for stop in stops if stop],
+            stop_token_ids=s.stop_token_ids or [],
+            ignore_eos=s.ignore_eos,
+            logprobs=self.top_logprobs_num if self.return_logprob else None,
+            logprob_start=self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None,
+        )
+
+
+class OpenSessionBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    capacity_of_str_len: int = 0
+    session_id: Name | None = None
+    streaming: bool | None = None
+
+
+class CloseSessionBody(BaseModel):
+    session_id: str
+
+
+class AbortBody(BaseModel):
+    rid: str = ""
+    abort_all: bool = False

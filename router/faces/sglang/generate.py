@@ -1,0 +1,136 @@
+"""SGLang's native HTTP API, so that its clients can switch to Holdfast unchanged.
+
+SGLang has two kinds of sessions. On a streaming session (``open_session`` with ``streaming``) a turn
+appends to the session; what SGLang refuses there is refused here in the same way, and does not change
+the session. On the others a request continues any earlier request: see ``sglang.sessions``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
+from router.core import RouterCore
+from router.faces.http import Tenant, collect, event_stream, first_chunk, until_disconnect
+from router.faces.sglang.answers import Answer, answer_events
+from router.faces.sglang.bodies import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
+from router.faces.sglang.sessions import BranchingSessions, SessionParams
+from router.turns.sessions import Session
+from router.turns.turn import TurnRequest
+
+
+def sglang_routes(core: RouterCore) -> APIRouter:
+    """The endpoints over a router."""
+    routes = APIRouter()
+    trees = BranchingSessions(core)
+
+    @routes.api_route("/open_session", methods=["GET", "POST"])
+    async def open_session(tenant: Tenant, body: OpenSessionBody) -> Any:
+        session_id = body.session_id or uuid.uuid4().hex
+        if not body.streaming:
+            await trees.open(session_id, tenant)
+            return session_id
+        return (await core.control.open_session(session_id, tenant)).session_id
+
+    @routes.api_route("/close_session", methods=["GET", "POST"])
+    async def close_session(tenant: Tenant, body: CloseSessionBody) -> Response:
+        if await trees.has(body.session_id, tenant):
+            await trees.close(body.session_id, tenant)
+        else:
+            await core.control.release(body.session_id, tenant)
+        return Response(status_code=200)
+
+    @routes.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(http: Request, tenant: Tenant, body: GenerateBody) -> Any:
+        request = _turn_request(core, body, tenant)
+        answer = Answer(body, request.turn_id)
+        params = body.session_params
+        if params is not None and params.id and await trees.has(params.id, request.tenant):
+            request.create_session = True
+            stream = trees.run(request, params, partial(_input_ids, core, body))
+        else:
+            _check_streaming(params)
+            stream = core.gateway.run(request)
+        try:
+            if body.stream:
+                first = await until_disconnect(http, first_chunk(stream))
+                if isinstance(first, Response):
+                    return first
+                return event_stream(answer_events(answer, first, stream))
+            result = await until_disconnect(http, collect(stream))
+        except (PromptTooLong, SessionBusy, SessionNotFound, InvalidRequest) as error:
+            return JSONResponse({"error": {"message": error.message, "code": error.code}}, 400)
+        if isinstance(result, Response):
+            return result
+        total, text = result
+        answer.add(total, text)
+        return answer.body()
+
+    @routes.post("/abort_request")
+    async def abort_request(tenant: Tenant, body: AbortBody) -> Response:
+        for turn_id in core.live.ids(tenant):
+            # SGLang matches by prefix, which aborts all parts of a batch.
+            if body.abort_all or (body.rid and turn_id.startswith(body.rid)):
+                core.live.abort(turn_id)
+        return Response(status_code=200)
+
+    @routes.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        for link in core.fleet.alive():
+            await link.flush(core.config.control_timeout_s)
+        return Response("Cache flushed.\n")
+
+    @routes.get("/get_model_info")
+    async def get_model_info() -> dict[str, Any]:
+        return {
+            "model_path": str(core.config.model),
+            "tokenizer_path": str(core.config.model),
+            "is_generation": True,
+            "served_model_name": core.config.served_model_name,
+            "max_context_length": core.fleet.context_len,
+        }
+
+    return routes
+
+
+def _check_streaming(params: SessionParams | None) -> None:
+    for name in ("offset", "replace", "drop_previous_output"):
+        if params is not None and params.id and getattr(params, name):
+            raise InvalidRequest(f"session_params.{name} is not supported on a streaming session, which appends")
+
+
+async def _input_ids(core: RouterCore, body: GenerateBody, num_before: int) -> array[int]:
+    if body.input_ids is None:
+        return await core.inputs.encode(body.text or "", special=num_before == 0)
+    ids = array("i", body.input_ids)
+    # Clients tokenize each input on its own: drop a BOS that does not start the sequence.
+    return ids[1:] if num_before and ids and ids[0] == core.codec.bos_id else ids
+
+
+def _turn_request(core: RouterCore, body: GenerateBody, tenant: str) -> TurnRequest:
+    params = body.session_params
+    session_id = (params.id if params else None) or ""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("set exactly one of text and input_ids", "text")
+
+    async def prepare(session: Session | None) -> tuple[int, array[int]]:
+        keep_len = len(session.tokens) if session else 0
+        return keep_len, await _input_ids(core, body, keep_len)
+
+    request = TurnRequest(
+        tenant=tenant,
+        prepare=prepare,
+        sampling=body.sampling(),
+        session_id=session_id,
+        create_session=False,
+        queue=False,
+    )
+    if body.rid:
+        request.turn_id = body.rid
+    return request

@@ -1,0 +1,69 @@
+"""The workers that a router reaches, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.errors import WorkerNotFound
+from router.fleet.link import WorkerAddress, WorkerLink
+from router.fleet.placement import Placement
+
+
+class Fleet:
+    """Links to the workers that the supervisor announced.
+
+    ``on_attached`` is called whenever a link is established, also after a reconnect.
+    """
+
+    def __init__(self, lease_s: float, placement: Placement, on_attached: Callable[[WorkerLink], None]) -> None:
+        self._lease_s = lease_s
+        self._placement = placement
+        self._on_attached = on_attached
+        self._links: dict[str, WorkerLink] = {}
+
+    async def set_workers(self, addresses: list[WorkerAddress]) -> None:
+        """Replace the set of workers. A new incarnation of a worker replaces the previous one."""
+        announced = {address.name: address for address in addresses}
+        for name in [name for name in self._links if name not in announced]:
+            link = self._links.pop(name)
+            self._placement.forget(name)
+            await link.close()
+        for name, address in announced.items():
+            if name not in self._links:
+                self._links[name] = WorkerLink(address, self._lease_s, self._on_attached)
+
+    def link(self, name: str) -> WorkerLink | None:
+        """The worker that a pin names, if it is alive."""
+        link = self._links.get(name)
+        return link if link is not None and link.alive else None
+
+    def alive(self) -> list[WorkerLink]:
+        """All workers that are alive."""
+        return [link for link in self._links.values() if link.alive]
+
+    def admitting(self) -> list[WorkerLink]:
+        """The workers that are alive and not draining."""
+        return [link for link in self.alive() if not link.stats.draining]
+
+    def worker(self, worker_id: str) -> WorkerLink:
+        """The living incarnation of a worker. Raises WorkerNotFound."""
+        links = self.alive()
+        found = next((link for link in links if link.address.worker_id == worker_id), None)
+        if found is None:
+            names = ", ".join(sorted(link.address.worker_id for link in links))
+            raise WorkerNotFound(f"no worker {worker_id} is alive; alive: {names or 'none'}")
+        return found
+
+    @property
+    def context_len(self) -> int:
+        """The longest sequence that every living worker accepts; 0 while none is alive."""
+        return min((link.welcome.context_len for link in self._links.values() if link.welcome), default=0)
+
+    @property
+    def vocab_size(self) -> int:
+        """0 while no worker is alive."""
+        return next((link.welcome.vocab_size for link in self._links.values() if link.welcome), 0)
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            await link.close()

@@ -1,0 +1,60 @@
+"""Sweeps: have workers free the sessions that are no longer theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from holdfast.errors import HoldfastError
+from holdfast.v1 import session_pb2
+from router.fleet.link import WorkerLink
+from router.journal.interface import Journal
+
+log = logging.getLogger("holdfast.router")
+SWEEP_RETRY_S = 0.5
+LAST_EPOCH = 2**62
+"""Releases what the journal does not know: later than any epoch that a worker can have seen."""
+
+
+class Sweeper:
+    """Frees on workers what the journal says was released, or pinned to another worker.
+
+    A worker is swept whenever it is reached again, and whenever it may have missed a call: law L12 holds
+    on every living rank, including one that was unreachable.
+    """
+
+    def __init__(self, journal: Journal, timeout_s: float) -> None:
+        self._journal = journal
+        self._timeout_s = timeout_s
+        self._sweeps: dict[str, asyncio.Task[None]] = {}
+
+    def sweep(self, link: WorkerLink) -> None:
+        """Sweep a worker in the background."""
+        running = self._sweeps.get(link.name)
+        self._sweeps[link.name] = asyncio.create_task(self._sweep(link, running))
+
+    async def _sweep(self, link: WorkerLink, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            previous.cancel()  # this sweep does its work too
+        while link.alive:
+            try:
+                await self._sweep_once(link)
+                break
+            except HoldfastError as error:
+                log.info("worker %s is not swept yet: %s", link.name, error.message)
+            await asyncio.sleep(SWEEP_RETRY_S)
+        if self._sweeps.get(link.name) is asyncio.current_task():
+            del self._sweeps[link.name]
+
+    async def _sweep_once(self, link: WorkerLink) -> None:
+        session_ids = await link.slots(self._timeout_s)
+        owners = await self._journal.owners(session_ids)
+        for session_id in session_ids:
+            worker, epoch = owners.get(session_id, ("", LAST_EPOCH))
+            if worker != link.name:
+                await link.release(session_id, epoch, session_pb2.RELEASE_MODE_NOW, self._timeout_s)
+
+    async def close(self) -> None:
+        for sweep in self._sweeps.values():
+            sweep.cancel()
+        await asyncio.gather(*self._sweeps.values(), return_exceptions=True)

@@ -1,0 +1,1 @@
+"""The durable record of sessions: the interface, and its SQLite and Redis implementations."""

@@ -1,0 +1,104 @@
+"""SQLite and Redis each: group commit, failing disks, servers that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import (
+    ConfigError,
+    JournalUnavailable,
+)
+from router.journal.redis import RedisJournal
+from router.journal.sqlite import SqliteJournal
+from tests.redis_server import redis_server
+from tests.router.journal.records import ids, take, turn
+
+
+async def test_concurrent_writes_share_commits(sqlite_journal: SqliteJournal) -> None:
+    await asyncio.gather(*(take(sqlite_journal, f"s{i}", "me") for i in range(200)))
+    assert sqlite_journal.num_writes == 200
+    assert sqlite_journal.num_commits < 100, "group commit"
+
+
+async def test_bad_write_fails_alone(sqlite_journal: SqliteJournal) -> None:
+    await take(sqlite_journal, "s", "me")
+    await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1), b"")
+    results = await asyncio.gather(
+        sqlite_journal.append("s", 0, "t", 1, [2**40]),  # no token id: it cannot be written
+        sqlite_journal.append("s", 0, "t", 1, [2]),
+        take(sqlite_journal, "other", "me"),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], JournalUnavailable) and results[1] is None and results[2].session_id == "other"
+    await sqlite_journal.complete_turn("s", 0, "t", "stop")
+    assert (await sqlite_journal.load("s", "me")).tokens == ids(1, 2)
+
+
+async def test_failing_disk_is_a_clear_error_and_service_returns(sqlite_journal: SqliteJournal) -> None:
+    await take(sqlite_journal, "s", "me")
+    real = sqlite_journal._db
+
+    class Broken:
+        in_transaction = False
+
+        def execute(self, *args: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    sqlite_journal._db = Broken()  # type: ignore[assignment]
+    with pytest.raises(JournalUnavailable, match="disk I/O error"):
+        await sqlite_journal.begin_turn("s", 0, "t", 0, ids(1), b"")
+    sqlite_journal._db = real
+    await turn(sqlite_journal, 0, ids(1), [2])
+    assert (await sqlite_journal.load("s", "me")).tokens == ids(1, 2)
+
+
+async def test_a_redis_that_goes_away_is_a_clear_error_and_service_returns(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "r") as server:
+        journal = RedisJournal(server.url, "process")
+        await journal.start()
+        await take(journal)
+        await turn(journal, 0, ids(1), [2])
+        await journal.begin_turn("s", 0, "t2", 2, ids(3), b"")
+        server.kill()
+        with pytest.raises(JournalUnavailable):
+            await journal.append("s", 0, "t2", 3, [4])
+        server.start()
+        await journal.append("s", 0, "t2", 3, [4])
+        await journal.complete_turn("s", 0, "t2", "stop")
+        assert (await journal.load("s", "me")).tokens == ids(1, 2, 3, 4), "kill -9 lost nothing that was answered"
+        await journal.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "durability", "message"),
+    [
+        (("--appendonly", "no"), "process", "set appendonly yes"),
+        (("--appendonly", "yes", "--appendfsync", "everysec"), "power", "appendfsync always"),
+    ],
+)
+async def test_a_redis_that_cannot_keep_the_promise_is_refused(
+    tmp_path: Path, options: tuple[str, ...], durability: str, message: str
+) -> None:
+    with redis_server(tmp_path / "r", *options) as server:
+        journal = RedisJournal(server.url, durability)
+        with pytest.raises(ConfigError, match=message):
+            await journal.start()
+        await journal.close()
+
+
+async def test_no_redis_is_a_clear_error() -> None:
+    journal = RedisJournal("redis://127.0.0.1:1/0", "process")
+    with pytest.raises(ConfigError, match="no Redis answers at redis://127"):
+        await journal.start()
+    await journal.close()
+
+
+async def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "old.db") as old:
+        old.execute("CREATE TABLE sessions (session_id TEXT)")
+    with pytest.raises(ConfigError, match="of another version of Holdfast"):
+        SqliteJournal(tmp_path / "old.db", "process")

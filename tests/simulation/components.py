@@ -1,0 +1,195 @@
+"""The supervisor's components as simulated processes, in place of those on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from holdfast.errors import HoldfastError
+from holdfast.silence import silent_for
+from holdfast.v1 import session_pb2_grpc
+from router.core import RouterCore
+from router.faces.grpc_service import SessionServer
+from router.fleet.link import WorkerAddress
+from router.journal.interface import ROUTER_LEASE_S
+from router.metrics import Metrics
+from tests.simulation.loop import Process
+from tests.simulation.network import NOBODY
+from tests.simulation.world import World
+from workers.models.parallel import Shard
+from workers.serving.rank_server import RankServer
+from workers.serving.worker_server import WorkerServer
+
+T = TypeVar("T")
+POLL_S = 0.05
+START_POLL_S = 0.01
+NOTICED_S = (0.0, 1.0)
+"""From a process's death until Ray reports it."""
+STARTS_S = (0.3, 2.0)
+CUT_OFF_S = (3.0, 10.0)
+"""Until a node that is cut off ends what runs on it."""
+ROUTER_PORTS = (1001, 1002)
+
+
+async def died_or_silent(world: World, processes: list[Process], probed: Process, silence_s: float) -> str:
+    """Returns when Ray reports the death of one of them, or the probed one has been silent for ``silence_s``."""
+
+    def heard() -> float | None:
+        return world.loop.time() if world.reaches(probed) and not probed.paused else None
+
+    silence = asyncio.create_task(silent_for(silence_s, heard))
+    try:
+        while all(process.alive for process in processes):
+            if silence.done():
+                return f"{probed.name} does not answer"
+            await asyncio.sleep(POLL_S)
+    finally:
+        silence.cancel()
+    await asyncio.sleep(world.rng.uniform(*NOTICED_S))
+    return "it died"
+
+
+class _Codec:
+    """Tokens are their own text."""
+
+    def stream(self, stops: Any, min_tokens: int) -> Any:
+        return SimpleNamespace(push=lambda tokens: "", finish=lambda matched: "")
+
+    def decode(self, tokens: Any) -> str:
+        return ""
+
+
+class Router:
+    """A router component: its port, and the process that serves it now."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world, self.index = world, index
+        self.name, self.host = f"router{index}", f"router{index}"
+        self.address = f"{self.host}:{ROUTER_PORTS[index]}"
+        self.incarnation = 0
+        self.process: Process
+        self.core: RouterCore | None = None
+        self.serves = False
+
+    async def start(self, workers: list[WorkerAddress]) -> None:
+        self.incarnation += 1
+        self.core, self.serves = None, False
+        world, rng = self.world, self.world.rng
+        skew_s = rng.uniform(-2.0, 2.0) if rng.random() < 0.3 else 0.0
+        world.disturbed |= skew_s != 0.0
+        self.process = process = Process(f"router{self.index}#{self.incarnation}", self.host, skew_s)
+
+        async def serve() -> RouterCore:
+            journal = world.journal(process.name)
+            await journal.start()
+            core = RouterCore(world.router_config, journal, _Codec(), Metrics())  # type: ignore[arg-type]
+            server = world.network.server()
+            session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(core), server)
+            await core.fleet.set_workers(workers)
+            server.add_insecure_port(self.address)
+            return core
+
+        self.core = await self._ask(serve())
+        self.serves = True
+        world.trace(f"{process.name} serves")
+
+    async def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Have the router do something; its death is an error."""
+        process = self.process
+        asked = process.spawn(coroutine)
+        while process.alive and not asked.done():
+            await asyncio.sleep(START_POLL_S)
+        if not asked.done():
+            raise HoldfastError(f"{process.name} died")
+        return asked.result()
+
+    def _serving(self) -> RouterCore:
+        if self.core is None or not self.process.alive:
+            raise HoldfastError(f"{self.name} does not serve")
+        return self.core
+
+    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+        await self._ask(self._serving().fleet.set_workers(workers))
+
+    async def ready_workers(self) -> list[str]:
+        return [link.name for link in self._serving().fleet.alive()]
+
+    async def rebalance(self, max_sessions: int) -> int:
+        num_migrated = await self._ask(self._serving().migrator.rebalance(max_sessions))
+        self.world.sessions_migrated += num_migrated
+        return num_migrated
+
+    async def failed(self) -> str:
+        return await died_or_silent(self.world, [self.process], self.process, 2 * ROUTER_LEASE_S)
+
+    async def end(self) -> None:
+        self.serves = False
+        self.world.kill(self.process)
+
+
+class Worker:
+    """A worker component, and the processes of its ranks."""
+
+    def __init__(self, world: World, index: int, size: int) -> None:
+        self.world = world
+        self.name, self.host, self.size = f"w{index}", f"worker{index}", size
+        self.incarnation = 0
+        self.ranks: list[Process] = []
+        self.leader: WorkerServer | None = None
+        self.followers: list[RankServer] = []
+        self.address: WorkerAddress | None = None
+
+    async def start(self) -> None:
+        world, engine = self.world, self.world.engine_config
+        await asyncio.sleep(world.rng.uniform(*STARTS_S))
+        self.incarnation += 1
+        self.address, self.leader, self.followers = None, None, []
+        name = f"{self.name}@{self.incarnation}"
+        # Each rank has its own host: a worker may span machines.
+        self.ranks = [Process(f"{name}/{rank}", f"{self.host}.{rank}") for rank in range(self.size)]
+        if not all(world.reaches(rank) for rank in self.ranks):
+            self.ranks = []
+            raise HoldfastError(f"a node of {self.name} is not there")
+        followers: dict[int, str] = {}
+        identity = (self.name, self.incarnation, engine)
+
+        async def follow(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
+            server = RankServer(*identity, group, "", on_lost)
+            followers[rank] = await server.start(self.ranks[rank].host)
+            self.followers.append(server)
+
+        async def lead(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
+            server = WorkerServer(*identity, on_lost, group=group)
+            address = await server.start(self.ranks[rank].host, lambda: followers)
+            self.leader = server
+            self.address = WorkerAddress(self.name, self.incarnation, address, engine.max_running_requests)
+
+        for rank, process in reversed(list(enumerate(self.ranks))):
+
+            def on_lost(reason: str, process: Process = process) -> None:
+                world.trace(f"{process.name} ends: {reason}")
+                world.kill(process)
+
+            group: Any = SimpleNamespace(shard=Shard(rank, self.size))
+            started = process.spawn((follow if rank else lead)(rank, group, on_lost))
+            while not started.done() and all(rank.alive for rank in self.ranks):
+                await asyncio.sleep(START_POLL_S)
+            if not started.done() or not all(rank.alive for rank in self.ranks):
+                self.address = None
+                raise HoldfastError(f"a rank of {name} died")
+            started.result()
+        world.trace(f"{name} serves")
+
+    async def failed(self) -> str:
+        return await died_or_silent(self.world, self.ranks, self.ranks[0], self.world.engine_config.rank_lease_s)
+
+    async def end(self) -> None:
+        self.address = None
+        for rank in self.ranks:
+            if self.world.reaches(rank):
+                self.world.kill(rank)
+            else:
+                after_s = self.world.rng.uniform(*CUT_OFF_S)
+                self.world.loop.call_later(after_s, self.world.kill, rank, context=NOBODY.copy())

@@ -1,0 +1,89 @@
+"""The leader, the follower and the rank links without their threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from holdfast.v1 import rank_pb2
+from workers.engine.follower import Follower
+from workers.engine.leader import IDLE_WAIT_S, Leader
+from workers.serving.rank_links import RankLinks
+
+STEPS_S = ((0.005, 0.02), (0.1, 0.4))
+
+
+class SimulatedLeader(Leader):
+    """The leader's loop as a task: one step, then the time that it took."""
+
+    step_s = STEPS_S[0]
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._commands = _Commands()  # type: ignore[assignment]
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        commands: Any = self._commands
+        try:
+            while True:
+                if not self.scheduler.turns:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(commands.some.wait(), IDLE_WAIT_S)
+                while commands.waiting:
+                    commands.waiting.popleft()()
+                commands.some.clear()
+                self.step()
+                await asyncio.sleep(random.uniform(*self.step_s))
+        except Exception as error:
+            self._on_crash(error)
+
+
+class _Commands:
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+        self.some = asyncio.Event()
+
+    def put(self, command: Callable[[], None]) -> None:
+        self.waiting.append(command)
+        self.some.set()
+
+
+class SimulatedLinks(RankLinks):
+    """Without the thread that forwards entries."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._thread = SimpleNamespace(start=lambda: None)  # type: ignore[assignment]
+
+    def send(self, entry: Any) -> None:
+        self._enqueue(rank_pb2.LeaderMessage(entry=entry))
+
+
+class SimulatedFollower(Follower):
+    """The follower's loop as a task."""
+
+    play_s = (0.0001, 0.01)
+
+    def start(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._drive())
+
+    def push(self, item: Any) -> None:
+        self._queue.put_nowait(item)
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                item = await self._queue.get()
+                await asyncio.sleep(random.uniform(*self.play_s))
+                self.process(item)
+        except Exception as error:
+            self._on_crash(error)

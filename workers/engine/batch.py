@@ -1,0 +1,67 @@
+"""A step's work as tensors' contents: all that a rank needs to know of turns."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import dataclass, field
+
+from holdfast.tokens import pack_tokens, unpack_tokens
+from holdfast.v1 import rank_pb2
+from workers.kv import new_tokens
+from workers.scheduling import Work
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step computes: the turns' shares, one after another."""
+
+    rows: list[int] = field(default_factory=list)
+    """Rows of the page tables, one a turn."""
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=new_tokens)
+    logit_rows: list[int] = field(default_factory=list)
+    """The tokens whose logits are wanted: first those that sample, then those that score input tokens."""
+
+    @classmethod
+    def of(cls, work: list[Work]) -> Batch:
+        """The batch of a planned step."""
+        batch = cls([w.row for w in work], [w.start for w in work], [w.count for w in work])
+        for w in work:
+            batch.tokens += w.turn.tokens[w.start : w.start + w.count]
+        firsts = [0, *itertools.accumulate(batch.counts)]
+        batch.logit_rows = [firsts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
+        for first, w in zip(firsts, work, strict=False):
+            batch.logit_rows += [first + p - w.start for p in scored_positions(w)]
+        return batch
+
+    @classmethod
+    def from_message(cls, message: rank_pb2.Batch) -> Batch:
+        """A leader's batch, as it arrives in an entry of the step log."""
+        return cls(
+            unpack_tokens(message.rows).tolist(),
+            unpack_tokens(message.starts).tolist(),
+            unpack_tokens(message.counts).tolist(),
+            unpack_tokens(message.tokens),
+            unpack_tokens(message.logit_rows).tolist(),
+        )
+
+    def message(self) -> rank_pb2.Batch:
+        """The batch for an entry of the step log."""
+        return rank_pb2.Batch(
+            rows=pack_tokens(array("i", self.rows)),
+            starts=pack_tokens(array("i", self.starts)),
+            counts=pack_tokens(array("i", self.counts)),
+            tokens=pack_tokens(self.tokens),
+            logit_rows=pack_tokens(array("i", self.logit_rows)),
+        )
+
+
+def scored_positions(work: Work) -> range:
+    """Positions of this work whose logits score an input token: those before each wanted token."""
+    turn = work.turn
+    if turn.params.logprob_start < 0:
+        return range(0)
+    last = min(work.start + work.count, turn.prompt_len - 1)
+    return range(max(work.start, turn.params.logprob_start), max(last, turn.params.logprob_start, work.start))

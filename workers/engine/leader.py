@@ -1,0 +1,368 @@
+"""The leader's loop: take commands, plan a step, write it to the log, apply it, collect its results.
+
+One thread runs the loop, and only it touches the scheduler, the cache and the model. Other threads hand
+it commands (``submit``, ``abort``, ``call``) and receive updates through one callback a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.v1 import rank_pb2, worker_pb2
+from workers.config import EngineConfig
+from workers.engine.batch import Batch
+from workers.engine.collectives import Collectives
+from workers.engine.commands import call_in_thread, reporting_errors
+from workers.engine.epochs import SessionEpochs
+from workers.engine.messages import Submission, TurnUpdate
+from workers.engine.migration import KVMigrations
+from workers.engine.rank import Rank, StepResult
+from workers.engine.replication import Replication
+from workers.engine.step_log import LogWriter
+from workers.engine.stop_strings import StopStrings
+from workers.kv import Outcome
+from workers.kv.prefix import common_prefix_len
+from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn
+
+T = TypeVar("T")
+PREFILL_TOKENS = 128
+"""A step of at least this many tokens measures prefill speed; a smaller one measures a step's overhead."""
+IDLE_WAIT_S = 0.5
+
+
+class Leader:
+    """Runs turns on one rank, or on a group of ranks of which it is rank 0.
+
+    ``emit`` is called once a step with all updates, when every rank has acked the step. ``on_crash`` is
+    called if the loop fails: this rank's state is invalid then, and its process must end.
+
+    In a group, ``send`` takes an entry of the step log to all followers and returns at once; the
+    followers' acks go to ``log.ack``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        emit: Callable[[list[TurnUpdate]], None],
+        on_crash: Callable[[BaseException], None],
+        *,
+        incarnation: int = 0,
+        group: Collectives | None = None,
+        send: Callable[[rank_pb2.Entry], None] | None = None,
+    ) -> None:
+        self.rank = Rank(config, group)
+        self.cache = self.rank.cache
+        self.log = LogWriter(incarnation, self.rank.shard.size - 1)
+        self._replication = Replication(self.cache, self.log, send)
+        limits = SchedulerLimits(
+            context_len=self.rank.context_len,
+            step_tokens=config.chunked_prefill_size,
+            max_running=config.max_running_requests,
+            max_waiting=config.max_queued_requests,
+        )
+        self.scheduler = Scheduler(self.cache, limits)
+        self.epochs = SessionEpochs()
+        self.migrations = KVMigrations(self)
+        self.prefill_tokens_per_s = 0.0
+        """A moving average; 0 before the first measurement."""
+        self.counters: Counter[str] = Counter()
+        self._emit = emit
+        self._on_crash = on_crash
+        self._eos = frozenset(self.rank.model_config.eos_token_ids)
+        self._stop_strings = StopStrings(config.model / "tokenizer.json")
+        self._after_turn: dict[str, list[Callable[[], None]]] = {}
+        self._updates: dict[str, TurnUpdate] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="holdfast-leader", daemon=True)
+
+    # ---- the loop, in its own thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._run_commands():
+                self.step()
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+
+    def step(self) -> None:
+        """One iteration: plan -> write the log -> apply -> collect."""
+        step = self.scheduler.plan()
+        batch = Batch.of(step.work)
+        self._replication.write(batch)
+        began = time.monotonic()
+        result = self.rank.apply(step, batch)
+        self._measure_prefill(len(batch.tokens), time.monotonic() - began)
+        self.scheduler.commit(step)
+        self._collect(step, result)
+        self._emit_updates()
+
+    def _run_commands(self) -> bool:
+        """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
+        idle = not self.scheduler.turns
+        while True:
+            try:
+                command = self._commands.get(timeout=IDLE_WAIT_S) if idle else self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            idle = False
+
+    def _measure_prefill(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= PREFILL_TOKENS and seconds > 0:
+            before = self.prefill_tokens_per_s or num_tokens / seconds
+            self.prefill_tokens_per_s = 0.5 * (before + num_tokens / seconds)
+
+    def _collect(self, step: Step, result: StepResult) -> None:
+        self.counters["steps"] += bool(step.work)
+        self.counters["computed_tokens"] += sum(work.count for work in step.work)
+        self.counters["generated_tokens"] += len(result.tokens)
+        for turn_id, logprobs in result.input_logprobs.items():
+            self._update_of(self.scheduler.turns[turn_id]).input_logprobs += logprobs
+        for turn_id, token in result.tokens.items():
+            turn = self.scheduler.turns[turn_id]
+            update = self._update_of(turn)
+            turn.tokens.append(token)
+            update.tokens.append(token)
+            if turn_id in result.logprobs:
+                update.logprobs.append(result.logprobs[turn_id])
+            finish = self._finish_of(turn)
+            if finish is not None:
+                self._end(turn, Outcome.COMPLETED, finish)
+
+    def _finish_of(self, turn: Turn) -> Finish | None:
+        """Why the turn's last token ends it, if it does."""
+        finish = turn.finish_by_token(turn.tokens[-1], self._eos, self.scheduler.max_len)
+        return finish or self._stop_strings.look(turn)
+
+    def _update_of(self, turn: Turn) -> TurnUpdate:
+        update = self._updates.get(turn.turn_id)
+        if update is None:
+            update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, cached_len=turn.cached_len)
+        return update
+
+    def _emit_updates(self) -> None:
+        updates, self._updates = self._updates, {}
+        news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
+        if news:
+            self.log.hold(self.log.last_index, lambda acks: self._emit(news))
+
+    # ---- called from any thread -------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after its current step, and wait for it."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a turn; its tokens and its end come through ``emit``."""
+        self._commands.put(partial(self._submit, submission))
+
+    def abort(self, turn_id: str) -> None:
+        """End a turn and return its session to its last good turn. An unknown turn is ignored."""
+        self._commands.put(partial(self._abort, turn_id))
+
+    def preempt_all(self, error: HoldfastError) -> None:
+        """End every turn, running or waiting, with ``error``; the sessions return to their last good turns."""
+
+        def preempt() -> None:
+            for turn in list(self.scheduler.turns.values()):
+                self._end(turn, Outcome.ABORTED, error)
+            self._emit_updates()
+
+        self._commands.put(preempt)
+
+    def release_session(
+        self, session_id: str, epoch: int, *, after_turn: bool = False
+    ) -> Future[worker_pb2.ControlResponse]:
+        """Free a session's slot. A running turn is ended first, or waited for with ``after_turn``.
+
+        The future resolves when every rank has applied it, or raises StaleEpoch.
+        """
+        done: Future[worker_pb2.ControlResponse] = Future()
+
+        def release_now() -> None:
+            turn = self.scheduler.turn_of(session_id)
+            if turn is not None:
+                self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
+            self.migrations.session_released(session_id, epoch)
+            self.cache.release_session(session_id)
+            self.epochs.forget(session_id)
+
+        def release() -> None:
+            self.epochs.check(session_id, epoch)
+            if after_turn and self.scheduler.turn_of(session_id) is not None:
+                self._after_turn.setdefault(session_id, []).append(command)
+                return
+            self._replication.control(release_now, done)
+
+        command = reporting_errors(release, done)
+        self._commands.put(command)
+        return done
+
+    def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[worker_pb2.ControlResponse]:
+        """Cut an idle session's KV. The future resolves when every rank has applied it.
+
+        It raises StaleEpoch, SessionBusy or InvalidRequest.
+        """
+
+        def cut() -> None:
+            self.epochs.check(session_id, epoch)
+            self.migrations.abort_import(session_id)
+            if session_id in self.cache.slots:
+                self.cache.free_tail(session_id, keep_len)
+
+        return self._control(cut)
+
+    def flush(self) -> Future[worker_pb2.ControlResponse]:
+        """Drop idle slots and cached pages on every rank."""
+        return self._control(self.cache.flush)
+
+    def fork(self, parent_id: str, child_id: str, epoch: int, at_len: int | None) -> Future[int]:
+        """A new session that shares its parent's KV. The future gives the number of tokens shared."""
+
+        def fork() -> int:
+            child = self.cache.fork(parent_id, child_id, at_len)
+            self.epochs.remember(child_id, epoch)
+            return child.committed_len
+
+        return self.when_applied(fork)
+
+    def sessions(self) -> Future[list[str]]:
+        """The sessions that have a slot here."""
+
+        def sessions() -> list[str]:
+            slots = self.cache.slots.values()
+            return [s.session_id for s in slots if not s.ephemeral and not self.migrations.owns(s)]
+
+        return self.call(sessions)
+
+    def audit(self) -> Future[worker_pb2.AuditResponse]:
+        """Recount every page on every rank, at one index of the step log. Exact on a busy worker."""
+        done: Future[worker_pb2.AuditResponse] = Future()
+        self._commands.put(reporting_errors(lambda: self._replication.audit(done), done))
+        return done
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """Run ``act`` in the loop's thread, between two steps. The future carries its HoldfastErrors."""
+        return call_in_thread(act, self._commands.put)
+
+    def when_applied(self, act: Callable[[], T]) -> Future[T]:
+        """As ``call``; the future resolves when every rank has applied what ``act`` did (law L9)."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            result = act()
+            self._replication.when_applied(lambda acks: done.set_result(result))
+
+        self._commands.put(reporting_errors(run, done))
+        return done
+
+    def _control(self, act: Callable[[], object]) -> Future[worker_pb2.ControlResponse]:
+        done: Future[worker_pb2.ControlResponse] = Future()
+        self._commands.put(reporting_errors(lambda: self._replication.control(act, done), done))
+        return done
+
+    # ---- commands, in the loop's thread -----------------------------------------------------------
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            turn = self._admit(submission)
+        except HoldfastError as error:
+            self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, error=error)
+        else:
+            if turn is None:
+                self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
+        self._emit_updates()
+
+    def _admit(self, submission: Submission) -> Turn | None:
+        """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
+        if not submission.ephemeral:
+            self.epochs.check(submission.session_id, submission.epoch)
+        self._end_superseded(submission)
+        self.migrations.abort_import(submission.session_id)
+        found = self._whole_input(submission)
+        if found is None:
+            return None
+        tokens, keep_len = found
+        self._check_tokens(submission, tokens)
+        turn = Turn(
+            turn_id=submission.turn_id,
+            session_id=submission.session_id,
+            tenant=submission.tenant,
+            tokens=tokens,
+            prompt_len=submission.prompt_len,
+            keep_len=keep_len,
+            params=submission.params,
+            ephemeral=submission.ephemeral,
+        )
+        if turn.num_output and (finish := self._finish_of(turn)) is not None:
+            # A replay of a turn whose end was never reported: nothing is left to compute.
+            self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, finish=finish)
+            self._stop_strings.forget(turn)
+            return turn
+        self.scheduler.submit(turn)
+        if not submission.ephemeral:
+            self.epochs.remember(submission.session_id, submission.epoch)
+        self.counters["turns"] += 1
+        return turn
+
+    def _whole_input(self, submission: Submission) -> tuple[array[int], int] | None:
+        """All tokens of a turn, and how many of them the slot has; None if its prefix is not here."""
+        slot = self.cache.slots.get(submission.session_id)
+        if not submission.prefix_len:
+            return submission.tokens, common_prefix_len(slot.tokens, submission.tokens) if slot is not None else 0
+        if slot is None or len(slot.tokens) < submission.prefix_len:
+            return None
+        prefix = slot.tokens[: submission.prefix_len]
+        if zlib.crc32(prefix) != submission.prefix_crc:
+            return None
+        return prefix + submission.tokens, submission.prefix_len
+
+    def _check_tokens(self, submission: Submission, tokens: array[int]) -> None:
+        vocab_size = self.rank.model_config.vocab_size
+        new = submission.tokens  # the prefix was checked when it was submitted
+        if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
+            raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
+        if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}")
+
+    def _end_superseded(self, submission: Submission) -> None:
+        """End a turn that an owner with a later epoch replaces, possibly by the same turn after a failover."""
+        old = self.scheduler.turn_of(submission.session_id)
+        if old is not None and submission.epoch > self.epochs.latest(submission.session_id):
+            self._end(old, Outcome.ABORTED, Finish("abort", "superseded"))
+
+    def _abort(self, turn_id: str) -> None:
+        turn = self.scheduler.turns.get(turn_id)
+        if turn is not None:
+            self._end(turn, Outcome.ABORTED, Finish("abort"))
+            self._emit_updates()
+
+    def _end(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:
+        update = self._update_of(turn)
+        if isinstance(reason, HoldfastError):
+            update.error = reason
+            self.counters["finished_error"] += 1
+        else:
+            update.finish = reason
+            self.counters[f"finished_{reason.reason}"] += 1
+        self.scheduler.finish(turn, outcome)
+        self._stop_strings.forget(turn)
+        for waiting in self._after_turn.pop(turn.session_id, []):
+            waiting()

@@ -1,0 +1,43 @@
+"""A leader's input and output: turns as routers submit them, and updates about them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from holdfast.errors import HoldfastError
+from workers.engine.sampler import TokenLogprobs
+from workers.scheduling import Finish, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A turn as a router submits it: the whole input, or the part after a prefix that the worker has."""
+
+    turn_id: str
+    session_id: str
+    tenant: str
+    epoch: int
+    tokens: array[int]
+    """Everything, or, with ``prefix_len``, what follows the session's first ``prefix_len`` tokens."""
+    prompt_len: int
+    params: SamplingParams
+    ephemeral: bool = False
+    prefix_len: int = 0
+    prefix_crc: int = 0
+    """CRC-32 of those tokens as the router knows them."""
+
+
+@dataclass(slots=True)
+class TurnUpdate:
+    """One turn's results of one step. The last update has ``finish``, ``error`` or ``needs_history``."""
+
+    turn_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    input_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_len: int | None = None
+    finish: Finish | None = None
+    error: HoldfastError | None = None
+    needs_history: bool = False
+    """The worker does not have the prefix: submit the turn again with all tokens."""

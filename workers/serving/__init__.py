@@ -1,0 +1,1 @@
+"""The edges of a rank: gRPC servers and links, KV transfer, the Ray actor."""

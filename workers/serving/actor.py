@@ -1,0 +1,94 @@
+"""The Ray actor around one rank of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import ray
+
+from workers.config import EngineConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from workers.serving.rank_server import RankServer
+    from workers.serving.worker_server import WorkerServer
+
+log = logging.getLogger("holdfast.rank")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank's process and node. ``created``: the process's start time, because pids are reused."""
+
+    pid: int
+    created: float
+    node_id: str
+
+
+@ray.remote
+class RankActor:
+    """One rank: starts its server, and runs until it is stopped or killed, or its group fails."""
+
+    def __init__(
+        self, worker_id: str, incarnation: int, rank: int, size: int, config: EngineConfig, host: str | None
+    ) -> None:
+        self._identity = (worker_id, incarnation)
+        self._rank, self._size = rank, size
+        self._config = config
+        self._host = host or ray.util.get_node_ip_address()
+        self._stopped = asyncio.Event()
+        self._store: Store | None = None
+        self._server: WorkerServer | RankServer | None = None
+
+    async def process(self) -> RankProcess:
+        return RankProcess(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+
+    async def open_store(self) -> tuple[str, int]:
+        """On rank 0, before ``start``: open the group's store. Returns its address."""
+        from workers.serving.group import open_store
+
+        store = open_store(self._host, self._size, self._config.collective_timeout_s)
+        self._store = store
+        return self._host, store.port
+
+    async def start(self, store: tuple[str, int] | None) -> str:
+        """Load this rank's shard of the model and serve. Returns the gRPC address.
+
+        ``store``: the group's, if there is one.
+        """
+        # Imported here, because only a rank's process may import torch.
+        from workers.models.parallel import Shard
+        from workers.serving.group import RankIdentity, join_store, start_rank
+
+        if store is not None and self._store is None:
+            self._store = join_store(*store, self._size, self._config.collective_timeout_s)
+        node = f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:8]}"
+        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, node)
+        self._server, address = await start_rank(identity, self._config, self._store, self._die)
+        return address
+
+    async def wait(self) -> None:
+        """Returns when the rank was stopped. Ray raises ActorDiedError when its process died."""
+        await self._stopped.wait()
+
+    async def expect_end(self) -> None:
+        """The worker is about to be stopped: do not treat the end of its ranks as a failure."""
+        if self._server is not None:
+            self._server.expect_end()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+        self._stopped.set()
+
+    def _die(self, reason: str) -> None:
+        # The other ranks end too, and the supervisor starts the next incarnation.
+        log.critical("rank %d of worker %s ends: %s", self._rank, self._identity[0], reason)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,319 @@
+"""A worker's gRPC server: the routers' streams of turns, and the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import aclosing
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
+
+from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable
+from holdfast.v1 import kv_pb2_grpc, session_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.wire import SERVER_OPTIONS, abort_with, sends_errors
+from holdfast.worker_metrics import WorkerCollector
+from workers.config import EngineConfig
+from workers.engine.collectives import Collectives
+from workers.engine.leader import Leader
+from workers.engine.messages import TurnUpdate
+from workers.serving.kv_transfer import Importer, KVServer, export_session
+from workers.serving.messages import submission_of, update_message
+from workers.serving.rank_links import RankLinks
+from workers.serving.results import result_of
+
+log = logging.getLogger("holdfast.worker")
+BEAT_INTERVAL_S = 0.25
+"""Several beats a router's lease (2 s), so that a late one does not end the worker."""
+DRAIN_POLL_S = 0.02
+STOP_DELAY_S = 0.05
+"""Lets the answer reach the caller before the process ends."""
+MAX_ANSWERS = 1024
+"""Control-plane answers that are kept for retries."""
+SERVICE = "holdfast.v1.WorkerService"
+
+
+class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
+    """One worker's server. Runs in an asyncio loop; the engine has a thread of its own.
+
+    ``group``: the worker's ranks, if there are several. ``on_lost`` is called with a reason, from any
+    thread, when the worker must end.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: int,
+        config: EngineConfig,
+        on_lost: Callable[[str], None],
+        *,
+        node: str = "",
+        group: Collectives | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self._loop = asyncio.get_running_loop()
+        self._config = config
+        self._group = group
+        self._node = node
+        self._on_lost = on_lost
+        self._links = RankLinks(config.rank_lease_s, on_lost)
+        self._leader: Leader
+        self._answers: OrderedDict[tuple[str, str, int, str], Future[worker_pb2.ControlResponse]] = OrderedDict()
+        self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
+        self._draining = False
+        self._beat_interval_s = BEAT_INTERVAL_S
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str, followers: Callable[[], dict[int, str]] = dict) -> str:
+        """Load the model and serve on a free port of ``host``; returns the address.
+
+        ``followers`` returns the other ranks' addresses; it may block until they are ready.
+        """
+        self._leader = await asyncio.to_thread(self._load)
+        self._importer = Importer(self._leader, self._links)
+        addresses = await asyncio.to_thread(followers)
+        timeout_s = self._config.collective_timeout_s
+        await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self._leader), server)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection(names, server)
+        port = server.add_insecure_port(f"{host}:0")
+        registry = CollectorRegistry()
+        registry.register(WorkerCollector(lambda: [self._stats()]))
+        self._metrics_server, _ = start_http_server(0, host, registry)
+        self._metrics_url = f"http://{host}:{self._metrics_server.server_port}/metrics"
+        self._leader.start()
+        await server.start()
+        await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+        self._addresses = [f"{host}:{port}", *self._links.addresses]
+        return self._addresses[0]
+
+    def _load(self) -> Leader:
+        return Leader(
+            self._config,
+            self._emit,
+            lambda error: self._on_lost(f"the engine failed: {error!r}"),
+            incarnation=self.incarnation,
+            group=self._group,
+            send=self._links.send,
+        )
+
+    def expect_end(self) -> None:
+        """The other ranks are about to stop: do not treat that as a failure."""
+        self._links.expect_end()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+            await asyncio.to_thread(self._metrics_server.shutdown)
+            self._metrics_server.server_close()
+        await asyncio.to_thread(self._leader.stop)
+        await self._links.stop()
+
+    # ---- turns ------------------------------------------------------------------------------------
+
+    async def Attach(
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            yield worker_pb2.WorkerMessage(welcome=self._welcome())
+            beat_at = self._loop.time() + self._beat_interval_s
+            while not reader.done():
+                try:  # a beat that is due is sent first, even if the outbox is never empty
+                    message = await asyncio.wait_for(outbox.get(), beat_at - self._loop.time())
+                except TimeoutError:
+                    message = worker_pb2.WorkerMessage(beat=self._stats())
+                    beat_at = self._loop.time() + self._beat_interval_s
+                yield message
+        finally:
+            reader.cancel()
+            for turn_id in [t for t, stream in self._stream_of.items() if stream is outbox]:
+                del self._stream_of[turn_id]
+                self._leader.abort(turn_id)
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.RouterMessage], outbox: asyncio.Queue[worker_pb2.WorkerMessage]
+    ) -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "abort":
+                self._leader.abort(message.abort.turn_id)
+                continue
+            submit = message.submit
+            self._stream_of[submit.turn_id] = outbox
+            try:
+                if self._draining:
+                    raise NoWorkerAvailable(f"worker {self.worker_id} is draining")
+                self._leader.submit(submission_of(submit))
+            except (InvalidRequest, NoWorkerAvailable) as error:
+                self._deliver([TurnUpdate(submit.turn_id, error=error)])
+
+    def _emit(self, updates: list[TurnUpdate]) -> None:
+        """Called in the leader's thread, once a step."""
+        self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    def _deliver(self, updates: list[TurnUpdate]) -> None:
+        by_stream: dict[asyncio.Queue[worker_pb2.WorkerMessage], worker_pb2.StepUpdates] = {}
+        for update in updates:
+            outbox = self._stream_of.get(update.turn_id)
+            if outbox is None:
+                continue
+            if update.finish is not None or update.error is not None or update.needs_history:
+                del self._stream_of[update.turn_id]
+            by_stream.setdefault(outbox, worker_pb2.StepUpdates()).updates.append(update_message(update))
+        for outbox, step in by_stream.items():
+            outbox.put_nowait(worker_pb2.WorkerMessage(step=step))
+
+    # ---- control plane ----------------------------------------------------------------------------
+
+    @sends_errors
+    async def Release(
+        self, request: worker_pb2.WorkerReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ControlResponse:
+        after_turn = request.mode == session_pb2.RELEASE_MODE_AFTER_TURN
+        return await self._once(
+            ("release", request.session_id, request.epoch, request.request_id),
+            lambda: self._leader.release_session(request.session_id, request.epoch, after_turn=after_turn),
+        )
+
+    @sends_errors
+    async def FreeTail(
+        self, request: worker_pb2.WorkerFreeTailRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ControlResponse:
+        return await self._once(
+            ("free_tail", request.session_id, request.epoch, request.request_id),
+            lambda: self._leader.free_tail(request.session_id, request.epoch, request.keep_len),
+        )
+
+    def _once(
+        self, key: tuple[str, str, int, str], ask: Callable[[], Future[worker_pb2.ControlResponse]]
+    ) -> Awaitable[worker_pb2.ControlResponse]:
+        """Run a control-plane request once; a retry gets the same answer."""
+        future = self._answers.get(key) if key[-1] else None
+        if future is None:
+            future = ask()
+            if key[-1]:
+                self._answers[key] = future
+                if len(self._answers) > MAX_ANSWERS:
+                    self._answers.popitem(last=False)
+        return result_of(future)
+
+    @sends_errors
+    async def Fork(
+        self, request: worker_pb2.WorkerForkRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerForkResponse:
+        shared_len = await result_of(
+            self._leader.fork(request.session_id, request.child_id, request.epoch, request.at_len)
+        )
+        return worker_pb2.WorkerForkResponse(shared_len=shared_len)
+
+    @sends_errors
+    async def Audit(
+        self, request: worker_pb2.AuditRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AuditResponse:
+        report = await result_of(self._leader.audit())
+        report.worker_id, report.incarnation = self.worker_id, self.incarnation
+        return report
+
+    async def Stats(
+        self, request: worker_pb2.StatsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerStats:
+        return self._stats()
+
+    async def Slots(
+        self, request: worker_pb2.SlotsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SlotsResponse:
+        session_ids = await result_of(self._leader.sessions())
+        return worker_pb2.SlotsResponse(session_ids=session_ids)
+
+    @sends_errors
+    async def Import(
+        self, request: worker_pb2.ImportRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ImportResponse:
+        if self._draining:
+            raise NoWorkerAvailable(f"worker {self.worker_id} is draining")
+        return await self._importer.import_session(request)
+
+    async def Export(
+        self, request: worker_pb2.ExportRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.ExportResponse]:
+        try:
+            async with aclosing(export_session(self._leader, request, self._addresses)) as answers:
+                async for answer in answers:
+                    yield answer
+        except HoldfastError as error:
+            await abort_with(context, error)
+
+    async def Stop(self, request: worker_pb2.StopRequest, context: grpc.aio.ServicerContext) -> worker_pb2.StopResponse:
+        self._loop.call_later(STOP_DELAY_S, self._on_lost, f"worker {self.worker_id} is stopped by a request")
+        return worker_pb2.StopResponse()
+
+    @sends_errors
+    async def Flush(
+        self, request: worker_pb2.FlushRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ControlResponse:
+        return await result_of(self._leader.flush())
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        self._draining = True
+        deadline = self._loop.time() + request.timeout_s
+        turns = self._leader.scheduler.turns
+        while turns and self._loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        num_preempted = len(turns)
+        # Their routers fail them over, as if this worker had died.
+        self._leader.preempt_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
+        while turns:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return worker_pb2.DrainResponse(turns_preempted=num_preempted)
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        rank = self._leader.rank
+        return worker_pb2.Welcome(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            context_len=self._leader.scheduler.max_len,
+            page_size=rank.cache.page_size,
+            vocab_size=rank.model_config.vocab_size,
+        )
+
+    def _stats(self) -> worker_pb2.WorkerStats:
+        # Read while the engine runs: each figure is exact, but they may be of different steps.
+        scheduler, pool = self._leader.scheduler, self._leader.cache.pool
+        counters = Counter(self._leader.counters)
+        return worker_pb2.WorkerStats(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            pages_held=pool.num_held,
+            sessions=len(self._leader.cache.slots),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            retracted=scheduler.num_retracted,
+            counters=dict(counters),
+            draining=self._draining,
+            metrics_url=self._metrics_url,
+            ranks=[
+                worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),
+                *self._links.stats(self._leader.log),
+            ],
+        )
