@@ -1,0 +1,114 @@
+"""The guard of ``holdfast serve``: forwards signals, enforces deadlines, and leaves no descendant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+# Serves until SIGTERM, which it may ignore, with a child in a session of its own, as Ray's processes are.
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from cluster.guard import run_guarded
+
+def run():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    stopped = []
+    def stop(number, frame):
+        stopped.append(number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    print(os.getpid(), child.pid, flush=True)
+    while not stopped or {ignores}:
+        time.sleep(0.01)
+    {end}
+
+sys.exit(run_guarded(run, {stop_timeout_s}))
+"""
+
+
+class Guarded:
+    def __init__(self, ignores: bool = False, end: str = "pass", stop_timeout_s: float = 60.0) -> None:
+        program = PROGRAM.format(ignores=ignores, end=end, stop_timeout_s=stop_timeout_s)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        self.pids = [int(word) for word in self.process.stdout.readline().split()]
+        self.process.stdout.close()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def assert_ended(self, code: int) -> None:
+        assert self.process.wait(30) == code
+        deadline = time.monotonic() + 10
+        while any(map(running, self.pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(map(running, self.pids))
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_group_signal_reaches_the_child_once_and_nothing_is_left(number: signal.Signals) -> None:
+    guarded = Guarded(end=f"assert stopped == [{number:d}], stopped")
+    guarded.signal_group(number)
+    guarded.assert_ended(0)
+
+
+def test_a_second_signal_kills() -> None:
+    guarded = Guarded(ignores=True)
+    guarded.signal_group(signal.SIGINT)
+    time.sleep(0.3)
+    assert running(guarded.pids[0]), "the first signal is a request"
+    guarded.signal_group(signal.SIGINT)
+    guarded.assert_ended(0)
+
+
+def test_the_deadline_kills() -> None:
+    guarded = Guarded(ignores=True, stop_timeout_s=-3.5)  # half a second, with the grace period
+    guarded.signal_group(signal.SIGTERM)
+    guarded.assert_ended(0)
+
+
+def test_the_child_s_exit_code_is_the_guard_s() -> None:
+    guarded = Guarded(end="sys.exit(3)")
+    guarded.signal_group(signal.SIGTERM)
+    guarded.assert_ended(3)
+
+
+def test_a_child_that_fails_tells_why(tmp_path: Path) -> None:
+    program = "import sys\nfrom cluster.guard import run_guarded\nsys.exit(run_guarded(lambda: 1 / 0, 1.0))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+def test_a_killed_child_takes_its_descendants_along() -> None:
+    guarded = Guarded()
+    os.kill(guarded.pids[0], signal.SIGKILL)
+    guarded.assert_ended(128 + signal.SIGKILL)
+
+
+def test_a_killed_guard_takes_the_child_along() -> None:
+    guarded = Guarded()
+    guarded.process.kill()
+    guarded.process.wait(10)
+    deadline = time.monotonic() + 10
+    while running(guarded.pids[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(guarded.pids[0])
+    os.kill(guarded.pids[1], signal.SIGKILL)  # Ray's processes end by themselves then
