@@ -1,1 +1,1 @@
-"""Figures, printed and kept as data in ``benchmarks/results``. Ratios come from one run."""
+"""Benchmarks. Figures are printed, and stored in ``benchmarks/results``. Ratios come from one run."""

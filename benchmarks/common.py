@@ -1,4 +1,4 @@
-"""What the benchmarks share: a cluster to measure, and where results go."""
+"""Shared by the benchmarks: a cluster to measure, and the files of results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import ray
 import torch
 
 from cluster.config import Config
-from cluster.ray_cluster import Cluster, connect
+from cluster.ray_backend.cluster import Cluster
+from cluster.ray_backend.connect import connect
 from workers.config import BUNDLED_MODEL
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def save(name: str, figures: dict[str, Any]) -> None:
-    """Print the figures and keep them, with what they were measured on."""
+    """Print and store the figures, with the machine that they were measured on."""
     machine = {"cores": os.cpu_count(), "cpu": platform.machine(), "torch": torch.__version__}
     text = json.dumps({"machine": machine} | figures, indent=2)
     RESULTS.mkdir(exist_ok=True)
@@ -39,7 +40,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 @contextmanager
 def long_context_model(context_len: int) -> Iterator[Path]:
-    """The bundled model with a longer context: its speed is what counts here, not what it says."""
+    """The bundled model with a longer context: only its speed matters here."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         model = Path(folder) / "holdfast-tiny"
         shutil.copytree(BUNDLED_MODEL, model)
@@ -51,7 +52,7 @@ def long_context_model(context_len: int) -> Iterator[Path]:
 
 @asynccontextmanager
 async def serving(folder: Path | None = None, **settings: Any) -> AsyncIterator[Cluster]:
-    """A cluster on this machine, on free ports, with a journal of its own, or the one in ``folder``."""
+    """A cluster on this machine, on free ports, with a new journal, or the one in ``folder``."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as own:
         journal = (folder or Path(own)) / "journal.db"
         config = Config(port=0, grpc_port=0, device="cpu", journal_path=journal, **settings)

@@ -25,7 +25,7 @@ HISTORY, ROUNDS, KILL_AT, TOKENS_OUT = 1024, 5, 40, 100
 
 
 class Clients:
-    """The router's clients, and its metrics."""
+    """A client of the router, and the router's metrics."""
 
     def __init__(self, stub: session_pb2_grpc.SessionServiceStub, http: httpx.AsyncClient) -> None:
         self._stub, self._http = stub, http
@@ -36,7 +36,8 @@ class Clients:
         return {s.labels["stage"]: s.value for s in family.samples if s.name.endswith("_sum")}
 
     async def workers(self) -> list[dict[str, str]]:
-        return (await self._http.get("/holdfast/workers")).json()
+        workers: list[dict[str, str]] = (await self._http.get("/holdfast/workers")).json()
+        return workers
 
     async def _pid_of(self, session_id: str) -> int:
         pin = (await self._stub.Get(pb.GetRequest(session_id=session_id))).worker_id
@@ -62,7 +63,7 @@ class Clients:
         assert count == TOKENS_OUT, "a token was lost or came twice"
         after = await self.stage_s()
         place_s, first_s = (after[s] - before.get(s, 0.0) for s in ("place", "first_token"))
-        # Tokens that were on their way arrive after the kill: the pause is the longest gap.
+        # Tokens in flight arrive after the kill, so the pause is the longest gap.
         later = [t for t in arrivals if t > killed_at]
         gaps = {b: b - a for a, b in itertools.pairwise([killed_at, *later])}
         total_s = max(gaps, key=lambda t: gaps[t]) - killed_at

@@ -1,4 +1,4 @@
-"""The KV core alone: microseconds of one turn's bookkeeping, against the length of its history."""
+"""The KV core alone: microseconds of one turn's bookkeeping, by the length of its history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from benchmarks.common import save
 from workers.kv import Outcome, SessionCache
-from workers.kv.sessions import new_tokens
+from workers.kv.slot import new_tokens
 
 HISTORIES = (1024, 8192, 32768)
 PAGE_SIZES = (1, 16)
@@ -27,7 +27,7 @@ def turn_us(history_len: int, page_size: int) -> float:
     whole = history + delta
     times = []
     for i in range(REPEATS):
-        # Cut what the repeat before added, as a rewind does, so that the history stays what it is.
+        # Cut what the previous repeat added, as a rewind does, so that the history keeps its length.
         began = time.perf_counter_ns()
         cache.free_tail("s", history_len)
         cache.resume("s", str(i), whole, history_len, match_prefix=False)

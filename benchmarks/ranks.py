@@ -1,4 +1,4 @@
-"""What a group of ranks costs beyond its computing: a step's parts, and the control plane's latency.
+"""The cost of a group of ranks beyond computation: a step's parts, and the control plane's latency.
 
 Each rank is a process of its own, without Ray, with one thread; the leader is measured from inside, by
 timers around its parts. The floor of the step log is one message there and back on a gRPC stream
@@ -23,12 +23,12 @@ import grpc
 
 from benchmarks.common import percentile, save
 from holdfast.v1 import rank_pb2, worker_pb2, worker_pb2_grpc
-from workers.collectives import Shard
 from workers.config import EngineConfig
-from workers.group import Seat, join_store, open_store, start_rank
-from workers.messages import Submission
+from workers.engine.messages import Submission
+from workers.models.parallel import Shard
 from workers.scheduling import SamplingParams
-from workers.server import WorkerServer
+from workers.serving.group import RankIdentity, join_store, open_store, start_rank
+from workers.serving.worker_server import WorkerServer
 
 HOST = "127.0.0.1"
 CONFIG = EngineConfig(
@@ -40,13 +40,13 @@ CONTROLS = 200
 
 
 class Timers:
-    """Seconds that each step spent in each named part. ``step`` holds the others, and ends one."""
+    """Seconds of each step in each named part. ``step`` includes the others, and ends a step."""
 
     def __init__(self) -> None:
         self.steps: list[defaultdict[str, float]] = [defaultdict(float)]
 
     def p50_us(self) -> dict[str, float]:
-        """Of a step. A step that the machine interrupted says nothing of the next."""
+        """The median over steps, so that a step that the machine interrupted does not count."""
         whole = [step for step in self.steps if "step" in step]
         return {part: round(1e6 * percentile([step[part] for step in whole], 50), 1) for part in whole[-1]}
 
@@ -66,7 +66,7 @@ class Timers:
 
 
 class Acks:
-    """Seconds from an entry's sending to its last ack, and from the end of the leader's own step to that."""
+    """Seconds from sending an entry to its last ack, and from the end of the leader's step to that ack."""
 
     def __init__(self, server: WorkerServer) -> None:
         self.round_trip_s: list[float] = []
@@ -74,7 +74,7 @@ class Acks:
         self._sent: dict[int, float] = {}
         self._computed: dict[int, float] = {}
         leader, log = server._leader, server._leader.log
-        write, ack, send_updates = leader._write_log, log.ack, leader._send_updates
+        write, ack, emit_updates = leader._replication.write, log.ack, leader._emit_updates
 
         def writing(batch: Any) -> None:
             self._sent[log.last_index + 1] = time.perf_counter()
@@ -85,7 +85,7 @@ class Acks:
             if min(log.acked.values()) == message.index:
                 now = time.perf_counter()
                 if message.index not in self._sent:
-                    return  # sent before anybody measured
+                    return  # sent before the measurement began
                 self.round_trip_s.append(now - self._sent.pop(message.index))
                 computed = self._computed.pop(message.index, None)
                 self.waited_s.append(now - computed if computed is not None else 0.0)
@@ -93,14 +93,20 @@ class Acks:
         def sending() -> None:
             if min(log.acked.values(), default=0) < log.last_index:
                 self._computed[log.last_index] = time.perf_counter()
-            send_updates()
+            emit_updates()
 
-        leader._write_log, log.ack, leader._send_updates = writing, acking, sending  # type: ignore[method-assign]
+        # Methods are replaced on these instances alone.
+        for owner, name, method in (
+            (leader._replication, "write", writing),
+            (log, "ack", acking),
+            (leader, "_emit_updates", sending),
+        ):
+            setattr(owner, name, method)
 
 
 @asynccontextmanager
 async def group(size: int) -> AsyncIterator[tuple[WorkerServer, str]]:
-    """A leader in this process, and a process for each other rank."""
+    """A leader in this process, and a process for each follower."""
 
     def fail(reason: str) -> None:
         raise SystemExit(reason)
@@ -110,7 +116,7 @@ async def group(size: int) -> AsyncIterator[tuple[WorkerServer, str]]:
     if store is not None:
         command += ["--store-port", str(store.port)]
     others = [await asyncio.create_subprocess_exec(*command, "--rank", str(rank)) for rank in range(1, size)]
-    server, address = await start_rank(Seat("bench", 1, Shard(0, size), HOST), CONFIG, store, fail)
+    server, address = await start_rank(RankIdentity("bench", 1, Shard(0, size), HOST), CONFIG, store, fail)
     assert isinstance(server, WorkerServer)
     try:
         yield server, address
@@ -122,12 +128,16 @@ async def group(size: int) -> AsyncIterator[tuple[WorkerServer, str]]:
 
 
 async def follow(rank: int, size: int, port: int) -> None:
-    """The life of another rank: until its leader leaves."""
+    """Run a follower until its leader ends."""
     left = asyncio.Event()
     loop = asyncio.get_running_loop()
     store = join_store(HOST, port, size, 60.0)
-    seat = Seat("bench", 1, Shard(rank, size), HOST)
-    server, _ = await start_rank(seat, CONFIG, store, lambda reason: loop.call_soon_threadsafe(left.set))
+    identity = RankIdentity("bench", 1, Shard(rank, size), HOST)
+
+    def on_lost(reason: str) -> None:
+        loop.call_soon_threadsafe(left.set)
+
+    server, _ = await start_rank(identity, CONFIG, store, on_lost)
     await left.wait()
     await server.stop()
 
@@ -148,12 +158,12 @@ async def measure_steps(size: int, batch: int) -> dict[str, Any]:
         leader, timers = server._leader, Timers()
         for i in range(batch):
             submit(server, f"s{i}", STEPS + WARM_UP + batch)
-        # In full batch, and every shape was seen.
+        # Warm up: the batch is full, and every shape has run.
         await until(lambda: leader.counters["generated_tokens"] > batch * WARM_UP)
         acks = Acks(server) if size > 1 else None
         timers.around(leader, "step", "step")
         timers.around(leader.scheduler, "plan", "plan")
-        timers.around(leader, "_write_log", "log")
+        timers.around(leader._replication, "write", "log")
         timers.around(leader.cache, "digest", "digest")
         timers.around(server._links, "send", "send")
         timers.around(leader.rank, "apply", "apply")
@@ -162,7 +172,7 @@ async def measure_steps(size: int, batch: int) -> dict[str, Any]:
             timers.around(server._group, "gather", "collectives")
         timers.around(leader.scheduler, "commit", "collect")
         timers.around(leader, "_collect", "collect")
-        leader._send = server._links.send
+        leader._replication.send = server._links.send
         first = leader.counters["steps"]
         await until(lambda: leader.counters["steps"] >= first + STEPS - 20)
         spent = timers.p50_us()
@@ -184,7 +194,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 async def measure_control(size: int, load: int) -> dict[str, Any]:
-    """Release and FreeTail by gRPC, one after another, with ``load`` turns running."""
+    """Release and FreeTail over gRPC, one after another, with ``load`` running turns."""
     figures = {}
     async with group(size) as (server, address), grpc.aio.insecure_channel(address) as channel:
         leader, stub = server._leader, worker_pb2_grpc.WorkerServiceStub(channel)
@@ -216,7 +226,7 @@ async def measure_control(size: int, load: int) -> dict[str, Any]:
 
 
 async def grpc_floor() -> dict[str, float]:
-    """A small message there and back on a bidirectional stream to another process: no step log beats it."""
+    """The round trip of a small message on a bidirectional stream to another process: the step log's floor."""
     command = [sys.executable, "-c", "import asyncio, benchmarks.ranks as r; asyncio.run(r.echo())"]
     other = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert other.stdout is not None
@@ -250,7 +260,7 @@ async def echo() -> None:
 
 
 async def measure_overhead(batch: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """What plan, log and collect take more at two ranks than at one, in round trips of the same minute."""
+    """How much longer plan, log and collect take with two ranks than with one, in round trips of the same minute."""
     ratios = []
     for _ in range(ROUNDS):
         floor_us = (await grpc_floor())["p50"]

@@ -1,4 +1,4 @@
-"""How long clients wait when something larger dies, against the floor: what must be computed again.
+"""How long clients wait after larger failures, compared to the floor: what must be computed again.
 
 - a worker, with 1, 16 and 64 turns under way on it at 1k tokens of history each; floor: computing as many
   histories for newcomers
@@ -23,10 +23,10 @@ import grpc
 import httpx
 
 from benchmarks.common import percentile, save, serving
-from cluster.ray_cluster import Cluster
+from cluster.ray_backend.cluster import Cluster
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from router.journal import ROUTER_LEASE_S
+from router.journal.interface import ROUTER_LEASE_S
 
 HISTORY, TOKENS_OUT, KILL_AT = 1024, 150, 10
 LIVE = (1, 16, 64)
@@ -44,7 +44,7 @@ def ms(seconds: list[float]) -> dict[str, float]:
 
 
 class Client:
-    """Streams of turns through the cluster's routers, each with the times at which its tokens came."""
+    """Streams of turns through the cluster's routers, with the arrival times of their tokens."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -78,12 +78,13 @@ class Client:
             if begun:
                 request = pb.GenerateRequest(session_id=session, request_id=turn_id, resume_from=len(arrivals))
             await asyncio.sleep(0.02)
-        raise AssertionError("no router goes on with the turn")
+        raise AssertionError("no router resumes the turn")
 
     async def workers(self) -> list[dict[str, Any]]:
         for url in self.cluster.urls:
             try:
-                return (await self.http.get(f"{url}/holdfast/workers")).json()
+                workers: list[dict[str, Any]] = (await self.http.get(f"{url}/holdfast/workers")).json()
+                return workers
             except httpx.HTTPError:
                 continue
         return []
@@ -94,7 +95,7 @@ class Client:
 
 
 def pauses(streams: list[list[float]], since: float) -> list[float]:
-    """Of each stream that was not done by then: the longest wait for a token after it."""
+    """The longest wait for a token after that time, of each stream that was not done by then."""
     longest = []
     for stream in streams:
         later = [t for t in stream if t > since]
@@ -104,7 +105,7 @@ def pauses(streams: list[list[float]], since: float) -> list[float]:
 
 
 async def kill_worker(client: Client, num_live: int) -> dict[str, Any]:
-    """Twice as many turns over two workers; then one worker is killed, and its half moves to the other."""
+    """Run twice as many turns on two workers and kill one, so that its half fails over to the other."""
     await client.whole()
     names = [f"w{num_live}-{i}" for i in range(2 * num_live)]
     streams: dict[str, list[float]] = {name: [] for name in names}
@@ -148,7 +149,7 @@ async def kill_router(client: Client) -> dict[str, Any]:
 
 
 async def drain(client: Client) -> dict[str, Any]:
-    """A worker with idle sessions is drained; then the next turn of each, one after another."""
+    """Drain a worker with idle sessions; then run the next turn of each, one after another."""
     await client.whole()
     names = [f"d{i}" for i in range(2 * IDLE)]
     for first in range(0, len(names), 16):
@@ -170,7 +171,7 @@ async def drain(client: Client) -> dict[str, Any]:
     staying = [name for name, worker in on.items() if worker != drained]
     answer = (await client.http.post(f"{client.cluster.urls[0]}/holdfast/workers/{drained}/drain")).json()
     return {
-        "sessions moved with their KV": answer["sessions_moved"],
+        "sessions migrated with their KV": answer["sessions_migrated"],
         "sessions left to be computed again": answer["sessions_left"],
         "KV, MB": round(answer["bytes"] / 1e6, 1),
         "the drain, ms": round(1000 * answer["seconds"], 1),
@@ -180,7 +181,7 @@ async def drain(client: Client) -> dict[str, Any]:
 
 
 async def restart(folder: Path) -> dict[str, Any]:
-    """What the journal has, served by new processes: from nothing to an old session's next token."""
+    """Serve the journal's sessions with new processes: from the start to an old session's next token."""
     began = time.perf_counter()
     async with serving(folder, **SETTINGS, routers=2) as cluster:
         serving_s = time.perf_counter() - began
@@ -208,8 +209,8 @@ async def measure() -> dict[str, Any]:
                 await asyncio.gather(*turns)
         what = f"restart of everything, {OLD_SESSIONS} sessions in the journal"
         figures[what] = await restart(folder)
-    for how, handover_timeout_s in (("handed over", 60.0), ("computed again", 0.0)):
-        async with serving(**SETTINGS, handover_timeout_s=handover_timeout_s) as cluster:
+    for how, migration_timeout_s in (("migrated", 60.0), ("computed again", 0.0)):
+        async with serving(**SETTINGS, migration_timeout_s=migration_timeout_s) as cluster:
             what = f"drain of a worker with {IDLE} idle sessions at {HISTORY} tokens: KV {how}"
             figures[what] = await drain(Client(cluster))
     return figures

@@ -1,4 +1,4 @@
-"""What the router adds: latency over talking to the worker directly, tokens a core relays, journal cost."""
+"""The cost of the router: latency over asking the worker directly, tokens relayed per core, journal writes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ import httpx
 import psutil
 
 from benchmarks.common import percentile, save, serving
-from cluster.ray_cluster import Cluster
+from cluster.ray_backend.cluster import Cluster
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.journal import Journal
-from router.redis_journal import RedisJournal
-from router.sqlite_journal import SqliteJournal
+from router.journal.interface import Journal
+from router.journal.redis import RedisJournal
+from router.journal.sqlite import SqliteJournal
 from tests.redis_server import redis_server
 
 PROMPT_LEN, ROUNDS, WARM_UP = 32, 300, 10
 MODES = 4
-"""Turns of a round: directly, by gRPC without and with a session, by HTTP."""
+"""The modes of a round: directly, over gRPC without and with a session, over HTTP."""
 STREAMS, STREAM_TOKENS = 16, 400
 JOURNAL_SESSIONS, JOURNAL_APPENDS, JOURNAL_ROUNDS = 16, 200, 5
 SAMPLING = pb.Sampling(max_tokens=1, ignore_eos=True)
 
 
 def prompt(number: int) -> list[int]:
-    """Another first token each time, so that every turn computes its whole prompt, in all modes."""
+    """A different first token each time, so that every turn computes its whole prompt."""
     return [100 + number, *range(1000, 1000 + PROMPT_LEN - 1)]
 
 
 class Direct:
-    """Turns asked of a worker itself, on one stream."""
+    """Turns submitted to a worker directly, on one stream."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
@@ -59,7 +59,7 @@ class Direct:
 
 
 async def grpc_turn(stub: session_pb2_grpc.SessionServiceStub, session: str, i: int) -> None:
-    # In a session: rewound each time, so that each turn is the same and is journaled.
+    # With a session: rewound each time, so that each turn is the same, and journaled.
     request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=prompt(i)), sampling=SAMPLING)
     if session and i >= MODES:
         request.rewind_to = 0
@@ -73,7 +73,7 @@ async def http_turn(http: httpx.AsyncClient, i: int) -> None:
 
 
 async def relay(stub: session_pb2_grpc.SessionServiceStub, sessions: bool) -> dict[str, float]:
-    """Tokens a second over all streams, and a second of the router's CPU."""
+    """Tokens per second over all streams, and per second of the router's CPU."""
     sampling = pb.Sampling(max_tokens=STREAM_TOKENS, ignore_eos=True)
 
     async def stream(i: int) -> int:
@@ -90,7 +90,7 @@ async def relay(stub: session_pb2_grpc.SessionServiceStub, sessions: bool) -> di
 
 
 async def journal_cost(journal: Journal) -> dict[str, float]:
-    """Its own appends: what a token waits for it is what its p50 and p99 say."""
+    """Appends of concurrent sessions. Their p50 and p99 are how long a token waits for its own."""
     times: list[float] = []
 
     async def session(i: int) -> None:
@@ -114,7 +114,7 @@ async def journal_cost(journal: Journal) -> dict[str, float]:
 
 
 async def journal_costs() -> dict[str, dict[str, float]]:
-    """Of each store that is here, for each durability: the median of rounds, in which each has its turn."""
+    """Every available store with each durability: the median of rounds that alternate between them."""
     rounds: dict[str, list[dict[str, float]]] = {}
     for _ in range(JOURNAL_ROUNDS):
         for durability, appendfsync in (("process", "everysec"), ("power", "always")):
@@ -150,7 +150,7 @@ async def measure_latency(cluster: Cluster) -> dict[str, object]:
             partial(http_turn, http),
         )
         times: list[float] = []
-        # One of each in turn: what else the machine does falls on all alike.
+        # Modes alternate, so that other load on the machine affects all of them.
         for i in range(MODES * (WARM_UP + ROUNDS)):
             began = time.perf_counter()
             await turns[i % MODES](i)

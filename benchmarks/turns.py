@@ -24,9 +24,9 @@ from benchmarks.common import long_context_model, save, serving
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from workers.config import EngineConfig
+from workers.engine.leader import Leader
+from workers.engine.messages import Submission, TurnUpdate
 from workers.kernels.paged_attention import paged_attention
-from workers.leader import Leader
-from workers.messages import Submission, TurnUpdate
 from workers.scheduling import SamplingParams
 
 SESSIONS, TURNS, TOKENS_IN, TOKENS_OUT = 4, 300, 16, 8
@@ -39,7 +39,7 @@ def input_of(session: int, turn: int) -> list[int]:
 
 
 class Run:
-    """One mode's turns: seconds of each, and seconds between its output tokens."""
+    """The turns of one mode: seconds of each, and seconds between its output tokens."""
 
     def __init__(self, stub: session_pb2_grpc.SessionServiceStub) -> None:
         self._stub = stub
@@ -70,7 +70,7 @@ class Run:
 
 
 def engine_alone(model: Path) -> dict[str, dict[str, float]]:
-    """The same turns by the engine alone, in this process: milliseconds of a turn, and of attention in it.
+    """The same turns with the engine alone, in this process: milliseconds of a turn, and of its attention.
 
     In attention are all of the turn's steps: that of its input, 17 queries, and its 7 decodes.
     """
@@ -158,7 +158,7 @@ async def measure() -> dict[str, object]:
                 await play(resent, range(TURNS), SESSIONS, whole, same)
 
                 def whole_uncached(number: int, turn: int) -> tuple[str, list[int]]:
-                    # A first token that nobody used before: no prefix of it can be cached.
+                    # A first token that was not used before, so that no prefix can be cached.
                     session_id, tokens = whole(number, turn)
                     return session_id, [2010 + number, turn, *tokens[2:]]
 
@@ -166,7 +166,7 @@ async def measure() -> dict[str, object]:
                     await http.post("/flush_cache")
                     await play(uncached, [turn], 1, whole_uncached, lambda n, t, o: None)
             await channel.close()
-        # After the cluster is gone: it shares the cores.
+        # After the cluster has ended, because it shares the cores.
         alone = engine_alone(model)
     modes = {"pinned session": pinned, "full history resent": resent, "no cache": uncached}
     # A turn is one step for its input and TOKENS_OUT - 1 decodes; all of them attend to the history.
