@@ -7,30 +7,40 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint bench proto tiny-model clean
+# What `check` tests: the pure core, the layers, and what needs no server.
+FAST_TESTS := tests/test_layers.py tests/test_stubs.py tests/workers/kv tests/workers/test_scheduler.py \
+  tests/workers/test_sampler.py tests/workers/kernels tests/router/test_text.py tests/router/test_placement.py \
+  tests/cluster/test_config.py
 
-demo: $(VENV)/installed  ## a cluster, three sessions, a kill -9, and the proof that nothing was lost
+.PHONY: demo serve check test test-long lint bench proto tiny-model clean
+
+demo: $(VENV)/installed  ## a cluster, three sessions, a kill -9, and the check that nothing was lost
 	$(BIN)/python -m cluster.demo
 
 serve: $(VENV)/installed  ## the demo's cluster, kept running
-	@echo "when it is ready, talk to it:"
+	@echo "when it is ready, try:"
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -H 'X-Session-ID: me' \\"
 	@echo "    -d '{\"model\": \"holdfast-tiny\", \"messages\": [{\"role\": \"user\", \"content\": \"What does list.sort do?\"}]}'"
 	@echo "  python:  OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='none')"
-	@echo "  grpcurl -plaintext -d '{\"text\": \"Return the\", \"sampling\": {\"max_tokens\": 20}}' 127.0.0.1:50051 holdfast.v1.SessionService/Generate"
-	@echo "  holdfast: $(BIN)/holdfast status | sessions | audit"
+	@echo "  $(BIN)/holdfast status | sessions | audit"
 	$(BIN)/holdfast serve
 
-# Two at a time, and those on Ray one after another (tests/conftest.py): clusters mostly wait.
-test: $(VENV)/installed lint  ## set up, lint, and run every test
+check: lint  ## lint, types, the pure core and the layers: the working loop
+	$(BIN)/python -m pytest $(FAST_TESTS)
+
+# Two at a time: starting a cluster on Ray takes 12 CPU seconds.
+test: lint  ## set up, lint, check types, and run every test
 	$(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
+
+test-long: lint  ## every simulator seed, more schedules, examples and faults: hours
+	$(BIN)/python -m pytest --long
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/installed  ## figures into benchmarks/results
+bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.kv_core
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.router

@@ -1,32 +1,54 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and how it is spread over processes."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from cluster.nodes import prepare_environment
+from cluster.ray_backend.nodes import prepare_environment
 
-ON_RAY = ("tests/chaos/", "tests/cluster/")
-"""Folders whose tests start clusters: two at once would be too much for two cores."""
+FIRST = ("tests/cluster/", "tests/docs/", "tests/chaos/", "tests/simulation/")
+"""The folders with the longest files."""
+RAY_SETTINGS = {
+    # A dead node is noticed after 5 probes without an answer: in 2.5 s here, in 15 s by default. Each probe
+    # still has its 10 s, so that a busy machine does not look dead.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_initial_delay_ms": "500",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--schedules", type=int, default=40, help="random schedules to play on one rank and on two")
+    parser.addoption("--long", action="store_true", help="every seed, more schedules, examples and faults: hours")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("holdfast", max_examples=20_000 if config.getoption("--long") else 300)
+    settings.load_profile("holdfast")
     prepare_environment()  # for the Ray nodes that tests start by themselves
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
-class _Groups(LoadScopeScheduling):  # type: ignore[misc]
-    """What runs in one process where tests are spread over several: a file's tests, and all those on Ray."""
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether the long versions of the tests run."""
+    return bool(request.config.getoption("--long"))
+
+
+class _Files(LoadScopeScheduling):  # type: ignore[misc]  # xdist is untyped
+    """A file's tests run in one process, for they share clusters; the longest files start first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith(ON_RAY) else nodeid.partition("::")[0]
+        return nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _Groups(config, log)
+    return _Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # stable: within a file nothing moves
