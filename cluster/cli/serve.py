@@ -23,10 +23,18 @@ def _flags(command: Any) -> Any:
         kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
         kind = kinds[0] if len(kinds) == 1 and kinds[0] in (int, float) else str
         repeated = field.annotation == list[str]
+        # Only the text names the default: the configuration applies it, so that a flag not given leaves the file's key.
+        text = f"{field.description}{_default(field.default)}"
         command = click.option(
-            f"--{name.replace('_', '-')}", name, type=kind, multiple=repeated, help=field.description, default=None
+            f"--{name.replace('_', '-')}", name, type=kind, multiple=repeated, help=text, default=None
         )(command)
     return command
+
+
+def _default(value: object) -> str:
+    if value in (None, []):
+        return ""
+    return f"  [default: {value.name if isinstance(value, Path) else value}]"
 
 
 @click.command()
