@@ -165,10 +165,9 @@ async def running(
             await harness.start_worker(f"w{i}", 1, engine, tp)
         yield harness
     finally:
-        for router in [*harness.routers, *harness.lost_routers]:
-            await router.stop()
-        for worker_id, server in harness.workers.items():
-            await stop_group(server, harness.followers[worker_id])
+        # Side by side: each stop waits a while for its threads, and costs nothing meanwhile.
+        await asyncio.gather(*(router.stop() for router in [*harness.routers, *harness.lost_routers]))
+        await asyncio.gather(*(stop_group(server, harness.followers[w]) for w, server in harness.workers.items()))
 
 
 def model_copy(folder: Path) -> Path:
