@@ -1,4 +1,4 @@
-"""The KV core alone: microseconds of one turn's bookkeeping, by the length of its history."""
+"""The KV core alone: microseconds of one turn's bookkeeping, by history, page size and KV groups."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import statistics
 import time
 
 from benchmarks.common import save
-from workers.kv import Outcome, SessionCache
+from workers.kv import GroupSpec, Outcome, SessionCache, full_group, window_group
 from workers.kv.slot import new_tokens
 
 HISTORIES = (1024, 8192, 32768)
 PAGE_SIZES = (1, 16)
+WINDOWS = (128, 1024)
+"""Of the second and third group: gpt-oss has a full and a window group, no model there is more."""
 REPEATS = 400
 
 
-def turn_us(history_len: int, page_size: int) -> float:
+def groups_of(num_groups: int, num_pages: int) -> list[GroupSpec]:
+    """One full group, and windows."""
+    return [full_group(num_pages), *(window_group(num_pages, window) for window in WINDOWS)][:num_groups]
+
+
+def turn_us(history_len: int, page_size: int, num_groups: int) -> float:
     """Median of resume + free_tail + extend(16) + commit + finish, with ``history_len`` tokens before."""
-    cache = SessionCache(2 * history_len // page_size + 64, page_size)
+    cache = SessionCache(groups_of(num_groups, 2 * history_len // page_size + 64), page_size)
     cache.open("s")
     history = new_tokens([i % 1000 for i in range(history_len)])
     cache.resume("s", "fill", history, 0)
@@ -41,8 +48,11 @@ def turn_us(history_len: int, page_size: int) -> float:
 
 def main() -> None:
     rows = {
-        f"page {page_size}": {f"{length} tokens": round(turn_us(length, page_size), 1) for length in HISTORIES}
+        f"page {page_size}, {n} group{'s' * (n > 1)}": {
+            f"{length} tokens": round(turn_us(length, page_size, n), 1) for length in HISTORIES
+        }
         for page_size in PAGE_SIZES
+        for n in (1, 2, 3)
     }
     growth = {
         name: round(row[f"{HISTORIES[-1]} tokens"] / row[f"{HISTORIES[0]} tokens"], 2) for name, row in rows.items()

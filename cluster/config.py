@@ -42,6 +42,13 @@ class Config(BaseModel):
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
     context_length: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's")
     max_total_tokens: int | None = Field(None, ge=2, description="KV capacity of a worker in tokens")
+    swa_full_tokens_ratio: float | None = Field(
+        None, gt=0, le=1, description="sliding windows' KV capacity over that of full attention; default: computed"
+    )
+    resume_points: int = Field(
+        1, ge=0, le=64, description="turns whose starts a session can go back to behind a sliding window"
+    )
+    ep: bool = Field(False, description="the ranks of a worker divide the experts, not each expert's width")
     chunked_prefill_size: int = Field(512, ge=1, description="tokens computed in a step")
     max_running_requests: int = Field(32, ge=1, description="turns in a worker's batch")
     max_queued_requests: int = Field(256, ge=1, description="turns that wait on a worker; beyond it 429")
@@ -120,6 +127,9 @@ class Config(BaseModel):
             page_size=self.page_size,
             context_length=self.context_length,
             max_total_tokens=self.max_total_tokens,
+            swa_full_tokens_ratio=self.swa_full_tokens_ratio,
+            resume_points=self.resume_points,
+            expert_parallel=self.ep,
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             max_queued_requests=self.max_queued_requests,

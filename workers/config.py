@@ -22,6 +22,12 @@ class EngineConfig:
     """None: the model's own limit."""
     max_total_tokens: int | None = None
     """KV capacity in tokens. None: by the available memory."""
+    swa_full_tokens_ratio: float | None = None
+    """Tokens of a window group for each of the groups that keep all. None: see ``engine.memory``."""
+    resume_points: int = 1
+    """Turns whose starts a session can go back to although a window has passed them."""
+    expert_parallel: bool = False
+    """The ranks of a group divide a model's experts among them, not each expert's width."""
     chunked_prefill_size: int = 512
     max_running_requests: int = 32
     max_queued_requests: int = 256

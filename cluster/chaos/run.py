@@ -225,7 +225,8 @@ class Chaos:
         for url in self._urls:
             for report in (await self._http.get(f"{url}/holdfast/audit")).raise_for_status().json():
                 for rank in report["ranks"]:
-                    self.report.pages_leaked += len(rank["leaked"]) + len(rank["overheld"])
+                    for group in rank["groups"]:
+                        self.report.pages_leaked += len(group["leaked"]) + len(group["overheld"])
                     if rank["num_running"] or rank["faults"]:
                         self.report.failures.append(f"{report['worker_id']}: {rank}")
 

@@ -25,9 +25,11 @@ def _flags(command: Any) -> Any:
         repeated = field.annotation == list[str]
         # Only the text names the default: the configuration applies it, so that a flag not given leaves the file's key.
         text = f"{field.description}{_default(field.default)}"
-        command = click.option(
-            f"--{name.replace('_', '-')}", name, type=kind, multiple=repeated, help=text, default=None
-        )(command)
+        flag = f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            command = click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)(command)
+        else:
+            command = click.option(flag, name, type=kind, multiple=repeated, help=text, default=None)(command)
     return command
 
 

@@ -17,7 +17,9 @@ class WorkerCollector(Collector):
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        pages = GaugeMetricFamily("holdfast_worker_pages", "KV pages by state", labels=["worker", "state"])
+        pages = GaugeMetricFamily(
+            "holdfast_worker_pages", "KV pages by group and state", labels=["worker", "group", "state"]
+        )
         gauges = {
             name: GaugeMetricFamily(f"holdfast_worker_{name}", text, labels=["worker"])
             for name, text in (
@@ -32,8 +34,9 @@ class WorkerCollector(Collector):
             "holdfast_rank_lag_entries", "Entries of the step log sent and not acked", labels=["worker", "rank"]
         )
         for s in self._stats():
-            for state, value in (("free", s.pages_free), ("cached", s.pages_cached), ("held", s.pages_held)):
-                pages.add_metric([s.worker_id, state], value)
+            for group in s.groups:
+                for state, value in (("free", group.free), ("cached", group.cached), ("held", group.held)):
+                    pages.add_metric([s.worker_id, group.group, state], value)
             for name, gauge in gauges.items():
                 gauge.add_metric([s.worker_id], getattr(s, name))
             retracted.add_metric([s.worker_id], s.retracted)

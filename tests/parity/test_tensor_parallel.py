@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from holdfast.errors import UnsupportedModel
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parity.test_logits import CPU, PagedModel
 from workers.engine.collectives import Collectives
-from workers.models import ModelConfig, load_decoder
+from workers.models import load_decoder, read_config
 from workers.models.parallel import Shard
 
 EVEN = {"num_attention_heads": 8, "vocab_size": 203, "hidden_size": 64}
 """8 heads on 2 KV heads: with 4 ranks each KV head is held twice. 203: the last rank's vocabulary is short."""
+
+EXPERT_COUNTS = ["num_local_experts", "num_experts", "n_routed_experts"]
 
 
 def on_ranks(size: int, work: Callable[[Collectives], torch.Tensor]) -> list[torch.Tensor]:
@@ -44,26 +47,52 @@ def on_ranks(size: int, work: Callable[[Collectives], torch.Tensor]) -> list[tor
     return [results[rank] for rank in range(size)]
 
 
+EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"]
+
+
+def num_weights(part: object) -> int:
+    """Elements of all tensors of nested dataclasses and lists."""
+    if isinstance(part, torch.Tensor):
+        return part.numel()
+    if isinstance(part, list):
+        return sum(map(num_weights, part))
+    return sum(num_weights(getattr(part, f.name)) for f in fields(part)) if is_dataclass(part) else 0
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_fp32_logits_equal_transformers(name: str, size: int, tmp_path: Path) -> None:
-    reference = make_checkpoint(name, tmp_path, **EVEN)
+@pytest.mark.parametrize(("name", "by_expert"), [*((n, False) for n in CHECKPOINTS), *((n, True) for n in EXPERTS)])
+def test_fp32_logits_equal_transformers(name: str, by_expert: bool, size: int, tmp_path: Path) -> None:
+    shape = EVEN | ({"num_key_value_heads": 8} if name.startswith("deepseek") else {})
+    if name == "phi3-longrope":
+        shape |= {"hidden_size": 128, "num_key_value_heads": 4}
+    if by_expert:
+        key = next(key for key in EXPERT_COUNTS if key in CHECKPOINTS[name][2])
+        shape |= {key: 8}
+    reference = make_checkpoint(name, tmp_path, **shape)
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = reference(ids[None]).logits[0]
 
     def work(group: Collectives) -> torch.Tensor:
-        config = ModelConfig.from_folder(tmp_path)
-        decoder = load_decoder(tmp_path, config, device=CPU, dtype=torch.float32, context_len=256, group=group)
-        held = sum(w.numel() for layer in decoder.weights.layers for w in (layer.qkv, layer.o, layer.down))
-        assert held < 0.8 * sum(p.numel() for n, p in reference.named_parameters() if "attn" in n or "down" in n)
+        config = read_config(tmp_path)
+        decoder = load_decoder(
+            tmp_path,
+            config,
+            device=CPU,
+            dtype=torch.float32,
+            context_len=256,
+            group=group,
+            expert_parallel=by_expert,
+        )
+        whole = sum(p.numel() for n, p in reference.named_parameters() if ".layers." in n)
+        assert num_weights(decoder.weights.layers) < 0.8 * whole, "a rank holds its part"
         paged = PagedModel(decoder, 4)
         pieces = [ids[:17], ids[17:30], *ids[30:].split(1)]
         return torch.cat([paged.feed(piece.tolist()) for piece in pieces])
 
     got = on_ranks(size, work)[0]
     assert got.shape == expected.shape
-    assert (got - expected).abs().max() <= 1e-4
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 
@@ -78,7 +107,7 @@ def test_fp32_logits_equal_transformers(name: str, size: int, tmp_path: Path) ->
 def test_sizes_that_do_not_divide_are_refused_by_name(changes: dict, size: int, field: str, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, **{"hidden_size": 48, **changes})
     with pytest.raises(UnsupportedModel, match=f"^{field}: .* cannot be divided among {size} ranks"):
-        ModelConfig.from_folder(tmp_path).shard(Shard(0, size))
+        read_config(tmp_path).shard(Shard(0, size))
 
 
 def test_a_missing_peer_is_an_error_not_a_hang() -> None:

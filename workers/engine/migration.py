@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from holdfast.errors import MigrationRefused, SessionBusy, SessionNotFound, StaleEpoch
 from holdfast.v1 import rank_pb2
 from workers.engine.epochs import SessionEpochs
 from workers.engine.rank import Rank
-from workers.kv import Outcome, SessionCache, Slot
+from workers.kv import FREED, Outcome, SessionCache, Slot, new_tokens
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Scheduler
 
 T = TypeVar("T")
+Columns: TypeAlias = list[list[int]]
+"""Columns of a session's page tables, by KV group."""
 MAX_RELEASED = 1024
 """Released sessions that are remembered, so that a late import does not bring one back (law L12)."""
 
@@ -36,21 +38,28 @@ class ExportedKV:
     tenant: str
     tokens: array[int]
     committed_len: int
+    turn_starts: Sequence[int]
+    columns: Columns
+    """The columns of its page tables that hold a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingImport:
-    """A session whose KV the target is reading: pages ``[first_page, end_page)`` of its table."""
+    """A session whose KV the target is reading."""
 
     transfer_id: str
     epoch: int
     tokens: array[int]
     cached_len: int
     committed_len: int
-    first_page: int
-    end_page: int
+    columns: Columns
+    """The columns of its page tables to read."""
     is_new: bool
     """The session had no slot here before."""
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(part) for part in self.columns)
 
 
 class LeaderLoop(Protocol):
@@ -98,11 +107,14 @@ class KVMigrations:
         if slot.committed_len == 0:
             raise MigrationRefused(f"session {session_id} has no KV on this worker")
         tokens = slot.tokens[:]
-        cache.fork(session_id, name, for_reading=True)
+        child = cache.fork(session_id, name, for_reading=True)
         self._exports[name] = session_id
-        # Resumed like a running turn, so that its pages cannot be evicted while they are read.
-        committed_len = cache.resume(name, transfer_id, tokens, len(tokens), match_prefix=False)
-        return ExportedKV(slot.tenant, tokens, committed_len)
+        # Resumed like a running turn, so that its pages cannot be evicted while they are read. The token past
+        # the end stands for one to compute: a reader needs all that the session has.
+        committed_len = cache.resume(name, transfer_id, tokens + new_tokens([0]), len(tokens), match_prefix=False)
+        end = -(-committed_len // cache.page_size)
+        columns = [[column for column in table.held() if column < end] for table in child.tables]
+        return ExportedKV(slot.tenant, tokens, committed_len, slot.turn_starts, columns)
 
     def end_export(self, transfer_id: str) -> None:
         """Drop the pages held for a reader. An unknown transfer is ignored."""
@@ -150,16 +162,18 @@ class KVMigrations:
         # Keep whole pages only: pages are read whole, into pages that no other slot lists.
         keep_len = common_prefix_len(slot.tokens, exported.tokens) // size * size
         cached_len = cache.resume(session_id, transfer_id, exported.tokens, keep_len)
-        first_page, end_page = cached_len // size, max(cached_len // size, -(-committed_len // size))
-        pending = PendingImport(
-            transfer_id, epoch, exported.tokens, cached_len, committed_len, first_page, end_page, is_new
-        )
+        missing_len = max(0, committed_len - cached_len)
+        columns = [[c for c in part if missing_len and c >= cached_len // size] for part in exported.columns]
+        pending = PendingImport(transfer_id, epoch, exported.tokens, cached_len, committed_len, columns, is_new)
         self._imports[session_id] = pending
-        if end_page - first_page > cache.pool.num_free + cache.pool.num_cached:
-            self.abort_import(session_id)
-            raise MigrationRefused(f"{end_page - first_page} pages are needed, {cache.pool.num_free} are free")
-        if committed_len > cached_len:
-            cache.extend(session_id, committed_len - cached_len)
+        for group, part in zip(cache.groups, columns, strict=True):
+            if len(part) > group.pool.num_free + group.pool.num_cached:
+                self.abort_import(session_id)
+                raise MigrationRefused(
+                    f"{len(part)} pages of the {group.name} group are needed, {group.pool.num_free} are free"
+                )
+        if missing_len:
+            cache.extend_imported(session_id, missing_len, exported.turn_starts, exported.columns)
         return pending
 
     def complete_import(self, session_id: str, transfer_id: str) -> Future[int]:
@@ -208,15 +222,18 @@ def export_slot(transfer_id: str) -> str:
     return f"export/{transfer_id}"
 
 
-def read_pages(rank: Rank, transfer_id: str, first_page: int, end_page: int) -> list[bytes]:
+def read_pages(rank: Rank, transfer_id: str, group: int, columns: Sequence[int]) -> list[bytes]:
     """The bytes of an exported session's pages. In the rank's thread. Raises MigrationRefused if it ended."""
     slot = rank.cache.slots.get(export_slot(transfer_id))
-    if slot is None or not 0 <= first_page < end_page <= len(slot.pages):
-        raise MigrationRefused(f"pages {first_page} to {end_page} of transfer {transfer_id} are not exported here")
-    return rank.kv.read_pages(slot.pages[first_page:end_page])
+    pages = slot.tables[group].pages if slot is not None and group < len(slot.tables) else []
+    if not all(0 <= column < len(pages) and pages[column] != FREED for column in columns):
+        raise MigrationRefused(f"pages {columns} of group {group} of transfer {transfer_id} are not exported here")
+    return rank.kv.read_pages(group, [pages[column] for column in columns])
 
 
-def write_pages(rank: Rank, request: rank_pb2.FetchRequest, first_page: int, pages: list[bytes]) -> None:
+def write_pages(
+    rank: Rank, request: rank_pb2.FetchRequest, group: int, columns: Sequence[int], pages: list[bytes]
+) -> None:
     """Write received pages into those that the log allocated for them. In the rank's thread.
 
     Raises MigrationRefused if a turn or a release came first: the pages may be another slot's by then.
@@ -224,4 +241,5 @@ def write_pages(rank: Rank, request: rank_pb2.FetchRequest, first_page: int, pag
     slot = rank.cache.slots.get(request.session_id)
     if slot is None or slot.turn_id != request.transfer_id or not slot.running:
         raise MigrationRefused(f"a turn or a release of session {request.session_id} came before its KV")
-    rank.kv.write_pages(slot.pages[first_page : first_page + len(pages)], pages)
+    table = slot.tables[group].pages
+    rank.kv.write_pages(group, [table[column] for column in columns], pages)

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
 from workers.engine.batch import Batch, scored_positions
 from workers.engine.collectives import Collectives
+from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.engine.step_log import RecordedCache
 from workers.kernels.paged_attention import plan_attention
 from workers.kv import PageCopy, SessionCache, TableUpdate
-from workers.models import ForwardBatch, KVPool, ModelConfig, load_decoder
-from workers.models.config import DTYPES
-from workers.models.loader import fingerprint
+from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
+from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
+from workers.models.tensors import fingerprint
 from workers.scheduling import Step, Work
-
-CPU_KV_TOKENS = 65_536
-CPU_KV_MEMORY_FRACTION = 0.2
-CUDA_KV_MEMORY_FRACTION = 0.85
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class Rank:
 
     def __init__(self, config: EngineConfig, group: Collectives | None = None) -> None:
         self.shard = group.shard if group is not None else Shard()
-        self.model_config = ModelConfig.from_folder(config.model)
+        self.model_config = read_config(config.model)
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
         self.context_len = _context_len(config.context_length, self.model_config)
@@ -57,23 +53,30 @@ class Rank:
             dtype=self.dtype,
             context_len=self.context_len,
             group=group,
+            expert_parallel=config.expert_parallel,
         )
-        num_pages = self._num_pages(config)
+        model = self.decoder.config
+        num_pages = pages_by_group(config, model, self.dtype, self.device)
         if group is not None:
-            num_pages = group.minimum(num_pages, self.device)
+            num_pages = [group.minimum(pages, self.device) for pages in num_pages]
         leads = self.shard.size > 1 and self.shard.rank == 0
         kind = RecordedCache if leads else SessionCache
-        self.cache: SessionCache = kind(num_pages, config.page_size, config.max_sessions)
-        self.kv = KVPool(self.decoder.config, num_pages, config.page_size, self.dtype, self.device)
-        model = self.decoder.config
+        self.cache: SessionCache = kind(
+            group_specs(model, num_pages), config.page_size, config.max_sessions, config.resume_points
+        )
+        self.kv = KVPool(model, num_pages, config.page_size, self.dtype, self.device)
         self.layout = (
-            f"{config.page_size} x {model.num_layers} x {model.num_kv_heads} x {model.head_dim} {self.dtype}, "
+            f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {self.dtype}, "
             f"{self.shard.size} ranks, checkpoint {fingerprint(config.model)}"
         )
         """Ranks with the same layout can read each other's pages."""
         max_pages = -(-self.context_len // config.page_size)
-        # Entries start at the spare page past the pool's end.
-        self.tables = torch.full((config.max_sessions, max_pages), num_pages, dtype=torch.int32, device=self.device)
+        # By group. Entries start at the spare page past the pool's end.
+        self.tables = [
+            torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
+            for pages in num_pages
+        ]
+        self._query_groups = query_groups(model)
         self._eos = frozenset(self.model_config.eos_token_ids)
 
     def apply(self, step: Step, batch: Batch) -> StepResult:
@@ -95,35 +98,39 @@ class Rank:
         return self.decoder.forward(self._forward_batch(batch), self.kv) if batch.rows else None
 
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
-        if table_updates:
-            rows, columns, pages = (list(part) for part in zip(*table_updates, strict=True))
-            # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
-            last = dict(zip(zip(rows, columns, strict=True), pages, strict=True))
-            index = torch.tensor(list(last), device=self.device).T
-            values = torch.tensor(list(last.values()), dtype=torch.int32, device=self.device)
-            self.tables[index[0], index[1]] = values
+        # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
+        last: list[dict[tuple[int, int], int]] = [{} for _ in self.tables]
+        for group, row, column, page in table_updates:
+            last[group][row, column] = page
+        for table, entries in zip(self.tables, last, strict=True):
+            if entries:
+                index = torch.tensor(list(entries), device=self.device).T
+                table[index[0], index[1]] = torch.tensor(list(entries.values()), dtype=torch.int32, device=self.device)
         self.kv.copy_pages(copies)
         self.cache.finish_copies(len(copies))
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
-        size, model, counts = self.cache.page_size, self.decoder.config, batch.counts
+        size, counts = self.cache.page_size, batch.counts
         context_lens = [start + count for start, count in zip(batch.starts, counts, strict=True)]
         spans = zip(batch.starts, context_lens, strict=True)
         positions = torch.tensor([p for start, end in spans for p in range(start, end)]).to(self.device)
         rows = torch.tensor(batch.rows, device=self.device)
-        tables = self.tables[:, : -(-max(context_lens) // size)].index_select(0, rows)
+        num_columns = -(-max(context_lens) // size)
         sequence = torch.repeat_interleave(
             torch.arange(len(counts), device=self.device), torch.tensor(counts, device=self.device)
         )
+        groups = []
+        for group, whole, heads in zip(self.cache.groups, self.tables, self._query_groups, strict=True):
+            tables = whole[:, :num_columns].index_select(0, rows)
+            plan = plan_attention(
+                tables, counts, context_lens, size, group=heads, dtype=self.dtype, window=group.window
+            )
+            groups.append(GroupBatch(tables[sequence, positions // size].long(), plan))
         return ForwardBatch(
             tokens=torch.tensor(batch.tokens, dtype=torch.int64).to(self.device),
             positions=positions,
-            write_pages=tables[sequence, positions // size].long(),
             write_offsets=positions % size,
-            tables=tables,
-            attention=plan_attention(
-                counts, context_lens, model.num_heads // model.num_kv_heads, self.dtype, self.device
-            ),
+            groups=groups,
             logit_rows=torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device),
         )
 
@@ -154,16 +161,6 @@ class Rank:
                 result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops)
                 at += len(targets)
 
-    def _num_pages(self, config: EngineConfig) -> int:
-        page_bytes = KVPool.page_size_bytes(self.decoder.config, config.page_size, self.dtype)
-        if config.max_total_tokens is not None:
-            return -(-config.max_total_tokens // config.page_size)
-        if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            return max(2, int(free_bytes * CUDA_KV_MEMORY_FRACTION) // page_bytes)
-        by_memory = int(psutil.virtual_memory().available * CPU_KV_MEMORY_FRACTION) // page_bytes
-        return max(2, min(CPU_KV_TOKENS // config.page_size, by_memory))
-
 
 def pick_device(name: str) -> torch.device:
     """``auto``: CUDA where there is one. Raises ConfigError."""
@@ -190,3 +187,12 @@ def _context_len(configured: int | None, model: ModelConfig) -> int:
     if configured > model.max_context_len:
         raise ConfigError(f"context_length: {configured} is more than the model's {model.max_context_len}")
     return configured
+
+
+def query_groups(model: ModelConfig) -> list[int]:
+    """By KV group: the query heads of each KV head."""
+    ratios = {
+        group: layer.mixer.num_heads // getattr(layer.mixer, "num_kv_heads", 1)
+        for group, layer in zip(model.layer_groups, model.layers, strict=True)
+    }
+    return [ratios[group] for group in model.kv_groups]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.engine.batch import Batch
-from workers.engine.step_log import Acks, LogWriter, RecordedCache, audit_message
+from workers.engine.step_log import Acks, LogWriter, RecordedCache, audit_message, pages_freed
 from workers.kv import SessionCache
 
 
@@ -43,24 +43,22 @@ class Replication:
 
     def control(self, act: Callable[[], object], done: Future[worker_pb2.ControlResponse]) -> None:
         """Run a control-plane command, count the pages it frees, and answer when every rank has applied it."""
-        free_before = self._cache.pool.num_free
+        free_before = self._cache.num_free()
         self._record(rank_pb2.Op(measure=rank_pb2.MeasureOp()))
         act()
         self._record(rank_pb2.Op(measure=rank_pb2.MeasureOp(end=True)))
-        freed = self._cache.pool.num_free - free_before
+        freed = pages_freed(self._cache, free_before)
         # Numbered at their ends, as the followers do: commands may nest.
         index, number = self._next_index(), self._num_measured
         self._num_measured += 1
         digest = 0 if self._recorded else self._cache.digest()
 
         def answer(acks: Acks) -> None:
-            answers = [
-                worker_pb2.RankAnswer(rank=r, log_index=a.index, pages_freed=a.pages_freed[number], digest=a.digest)
-                for r, a in sorted(acks.items())
-            ]
-            ours = worker_pb2.RankAnswer(log_index=index, pages_freed=freed)
-            ours.digest = answers[0].digest if answers else digest
-            done.set_result(worker_pb2.ControlResponse(log_index=index, ranks=[ours, *answers]))
+            answers = [_answer(0, index, freed, digest)]
+            for rank, ack in sorted(acks.items()):
+                answers.append(_answer(rank, ack.index, ack.pages_freed[number].by_group, ack.digest))
+            answers[0].digest = answers[-1].digest  # every ack's digest was found equal to the leader's
+            done.set_result(worker_pb2.ControlResponse(log_index=index, ranks=answers))
 
         self.when_applied(answer)
 
@@ -89,3 +87,9 @@ class Replication:
     def _next_index(self) -> int:
         """The index of the entry that will hold the operations done now."""
         return self.log.last_index + (self._recorded is not None)
+
+
+def _answer(rank: int, log_index: int, freed: Sequence[int], digest: int) -> worker_pb2.RankAnswer:
+    return worker_pb2.RankAnswer(
+        rank=rank, log_index=log_index, pages_freed=sum(freed), pages_freed_by_group=freed, digest=digest
+    )

@@ -13,14 +13,14 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 from holdfast.errors import RankDiverged
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
-from workers.kv import AuditReport, Outcome, SessionCache, Slot
+from workers.kv import AuditReport, GroupSpec, Outcome, SessionCache, Slot
 
 Acks: TypeAlias = dict[int, rank_pb2.Ack]
 """By rank."""
@@ -32,8 +32,10 @@ this far has stopped."""
 class RecordedCache(SessionCache):
     """The leader's cache. Records each operation that succeeds; one that fails changes nothing."""
 
-    def __init__(self, num_pages: int, page_size: int, max_slots: int = 1024) -> None:
-        super().__init__(num_pages, page_size, max_slots)
+    def __init__(
+        self, groups: Sequence[GroupSpec], page_size: int, max_slots: int = 1024, num_resume_points: int = 1
+    ) -> None:
+        super().__init__(groups, page_size, max_slots, num_resume_points)
         self._ops: list[rank_pb2.Op] = []
 
     def record(self, op: rank_pb2.Op) -> None:
@@ -64,9 +66,22 @@ class RecordedCache(SessionCache):
         self.record(rank_pb2.Op(resume=op))
         return cached_len
 
+    def reserve(self, session_id: str, num_tokens: int) -> None:
+        super().reserve(session_id, num_tokens)
+        self._record_extend([session_id], num_tokens, reserve=True)
+
     def extend(self, session_id: str, num_tokens: int) -> None:
         super().extend(session_id, num_tokens)
         self._record_extend([session_id], num_tokens)
+
+    def extend_imported(
+        self, session_id: str, num_tokens: int, turn_starts: Sequence[int], columns: Sequence[Collection[int]]
+    ) -> None:
+        super().extend_imported(session_id, num_tokens, turn_starts, columns)
+        op = rank_pb2.ExtendImportedOp(session_id=session_id, num_tokens=num_tokens)
+        op.turn_starts = pack_tokens(array("i", turn_starts))
+        op.columns.extend(pack_tokens(array("i", part)) for part in columns)
+        self.record(rank_pb2.Op(extend_imported=op))
 
     def extend_by_one(self, session_ids: Sequence[str]) -> int:
         num_done = super().extend_by_one(session_ids)
@@ -74,8 +89,9 @@ class RecordedCache(SessionCache):
             self._record_extend(session_ids[:num_done], 1)
         return num_done
 
-    def _record_extend(self, session_ids: Sequence[str], num_tokens: int) -> None:
-        self.record(rank_pb2.Op(extend=rank_pb2.ExtendOp(rows=self._rows_of(session_ids), num_tokens=num_tokens)))
+    def _record_extend(self, session_ids: Sequence[str], num_tokens: int, *, reserve: bool = False) -> None:
+        op = rank_pb2.ExtendOp(rows=self._rows_of(session_ids), num_tokens=num_tokens, reserve=reserve)
+        self.record(rank_pb2.Op(extend=op))
 
     def _rows_of(self, session_ids: Iterable[str]) -> bytes:
         slots = self.slots
@@ -201,14 +217,14 @@ class LogReader:
         if entry.index != self.last_index + 1:
             raise RankDiverged(f"entry {entry.index} came after entry {self.last_index}")
         ack = rank_pb2.Ack(index=entry.index)
-        begun: list[int] = []  # measurements nest: a command may end a turn that another command waits for
+        begun: list[list[int]] = []  # measurements nest: a command may end a turn that another command waits for
         try:
             for op in entry.ops:
                 kind = op.WhichOneof("op")
                 if kind == "measure" and op.measure.end:
-                    ack.pages_freed.append(self.cache.pool.num_free - begun.pop())
+                    ack.pages_freed.add(by_group=pages_freed(self.cache, begun.pop()))
                 elif kind == "measure":
-                    begun.append(self.cache.pool.num_free)
+                    begun.append(self.cache.num_free())
                 elif kind == "audit":
                     ack.audit.CopyFrom(audit_message(self.cache.audit()))
                 else:
@@ -226,10 +242,18 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
     match kind:
         case "extend":
             session_ids = _session_ids(cache, op.extend.rows)
-            if len(session_ids) == 1:
+            if op.extend.reserve:
+                cache.reserve(session_ids[0], op.extend.num_tokens)
+            elif len(session_ids) == 1:
                 cache.extend(session_ids[0], op.extend.num_tokens)
             elif op.extend.num_tokens != 1 or cache.extend_by_one(session_ids) != len(session_ids):
                 raise ValueError(f"{len(session_ids)} slots cannot be extended by {op.extend.num_tokens}")
+        case "extend_imported":
+            imported = op.extend_imported
+            columns = [unpack_tokens(part) for part in imported.columns]
+            cache.extend_imported(
+                imported.session_id, imported.num_tokens, unpack_tokens(imported.turn_starts).tolist(), columns
+            )
         case "commit":
             tokens, ends = unpack_tokens(op.commit.tokens), list(accumulate(unpack_tokens(op.commit.counts)))
             spans = zip([0, *ends], ends, strict=False)
@@ -262,17 +286,28 @@ def _session_ids(cache: SessionCache, rows: bytes) -> list[str]:
     return [cache.by_row[row].session_id for row in unpack_tokens(rows)]
 
 
+def pages_freed(cache: SessionCache, free_before: list[int]) -> list[int]:
+    """By group: how many more pages are free than before."""
+    return [now - before for now, before in zip(cache.num_free(), free_before, strict=True)]
+
+
 def audit_message(report: AuditReport) -> worker_pb2.AuditReport:
     """A rank's audit as a message. The caller fills in rank and digest."""
     return worker_pb2.AuditReport(
         ok=report.ok,
-        num_pages=report.num_pages,
-        num_free=report.num_free,
-        num_cached=report.num_cached,
-        num_held=report.num_held,
         num_slots=report.num_slots,
         num_running=report.num_running,
-        leaked=report.leaked,
-        overheld=report.overheld,
         faults=report.faults,
+        groups=[
+            worker_pb2.GroupPages(
+                group=group.name,
+                total=group.num_pages,
+                free=group.num_free,
+                cached=group.num_cached,
+                held=group.num_held,
+                leaked=group.leaked,
+                overheld=group.overheld,
+            )
+            for group in report.groups
+        ],
     )

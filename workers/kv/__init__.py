@@ -1,21 +1,24 @@
 """The KV core: pages, page tables, prefix index, sessions, audit. Pure and deterministic (laws L1-L7)."""
 
-from workers.kv.audit import AuditReport
+from workers.kv.audit import AuditReport, GroupAudit
 from workers.kv.cache import SessionCache
-from workers.kv.page_table import PageCopy, TableUpdate
-from workers.kv.pages import PagePool
-from workers.kv.prefix import PrefixEntry, PrefixIndex
+from workers.kv.groups import GroupKind, GroupSpec, full_group, latent_group, window_group
+from workers.kv.page_table import FREED, PageCopy, TableUpdate
 from workers.kv.slot import Outcome, Slot, new_tokens
 
 __all__ = [
+    "FREED",
     "AuditReport",
+    "GroupAudit",
+    "GroupKind",
+    "GroupSpec",
     "Outcome",
     "PageCopy",
-    "PagePool",
-    "PrefixEntry",
-    "PrefixIndex",
     "SessionCache",
     "Slot",
     "TableUpdate",
+    "full_group",
+    "latent_group",
     "new_tokens",
+    "window_group",
 ]

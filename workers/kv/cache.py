@@ -7,47 +7,16 @@ depends on the order of a set. Ranks that make the same calls hold the same stat
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from holdfast.errors import InvalidRequest, OutOfPages, SessionBusy, SessionExists, SessionNotFound
-from workers.kv.audit import AuditReport, audit
-from workers.kv.digest import StateDigest
-from workers.kv.page_table import PageCopy, PageTables, TableUpdate
-from workers.kv.pages import PagePool
-from workers.kv.prefix import PrefixIndex, chain_digest
+from holdfast.errors import InvalidRequest, OutOfPages, SessionBusy, SessionExists
+from workers.kv.page_table import GroupTables, TableUpdate
 from workers.kv.slot import Outcome, Slot
+from workers.kv.slot_store import SlotStore
 
-MAX_PAGE_SIZE = 256
 
-
-class SessionCache:
-    """The slots of one rank, and the pool and prefix index that they share.
-
-    ``max_slots`` bounds the slots (rows of the device's page tables), ``num_pages`` the pages.
-    Operations check before they change anything.
-    """
-
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        max_slots: int = 1024,
-        digest: Callable[[bytes, bytes], bytes] = chain_digest,
-    ) -> None:
-        if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
-            raise ValueError(f"page_size must be a power of two from 1 to {MAX_PAGE_SIZE}, not {page_size}")
-        self.page_size = page_size
-        self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(self.pool, digest)
-        self.slots: dict[str, Slot] = {}
-        self.by_row: dict[int, Slot] = {}
-        self._tables = PageTables(self.pool)
-        self._free_rows = list(range(max_slots - 1, -1, -1))
-        # Slots that could be evicted, least recently used first. Running slots are not in it.
-        self._idle: OrderedDict[str, Slot] = OrderedDict()
-        self._digest = StateDigest(num_pages, page_size)
-        self._max_touched = 4 * max_slots
+class SessionCache(SlotStore):
+    """What changes one rank's slots. Operations check before they change anything."""
 
     # ---- a turn's operations, in order --------------------------------------------------------
 
@@ -70,8 +39,9 @@ class SessionCache:
 
         The session has the first ``keep_len`` of them; the slot is cut to that (``free_tail``), and to at
         most ``len(tokens) - 1``: the last token is always computed, because its logits start the output.
-        With ``match_prefix``, pages of a prefix that other sessions computed are shared from the index.
-        Allocates nothing. Idempotent for the same turn (law L6).
+        Where a window group does not hold what comes before, the cut goes to the greatest length from which
+        all groups can resume. With ``match_prefix``, pages of a prefix that other sessions computed are
+        shared from the index. Allocates nothing. Idempotent for the same turn (law L6).
 
         Returns the number of leading tokens whose KV is present.
         Raises SessionNotFound, SessionBusy.
@@ -84,63 +54,125 @@ class SessionCache:
         if slot.turn_id is None:
             slot.turn_id = turn_id
             slot.base_len = keep_len
-        slot.running = True
-        self._digest.touch(slot)
+            self._drop_turn_starts(slot, keep_len)
+        slot.running, slot.owns_tail = True, False
         self._idle.pop(session_id, None)
         del slot.tokens[keep_len:]
         self._cut(slot, min(keep_len, len(tokens) - 1))
         if match_prefix:
             self._take_cached_prefix(slot, tokens)
+        if self.windows:
+            self._slide(slot)
         return slot.committed_len
 
+    def reserve(self, session_id: str, num_tokens: int) -> None:
+        """Have the whole-prefix groups hold pages for the next ``num_tokens`` positions; see ``extend``.
+
+        A prompt that is computed in chunks is admitted so: its window groups are extended chunk by chunk.
+        """
+        slot = self._slot(session_id)
+        self._extend(slot, slot.allocated_len, slot.committed_len + num_tokens)
+
     def extend(self, session_id: str, num_tokens: int) -> None:
-        """Append pages for positions up to ``committed_len + num_tokens``.
+        """Append pages for positions up to ``committed_len + num_tokens``, in every group.
 
         Evicts cached pages, then idle slots, least recently used first. A shared partial page is
         replaced by a copy before it can be written (law L4). Raises OutOfPages and changes nothing then.
         """
-        self._extend(self._slot(session_id), num_tokens)
+        slot = self._slot(session_id)
+        self._extend(slot, slot.committed_len + num_tokens, slot.committed_len + num_tokens)
 
     def extend_by_one(self, session_ids: Sequence[str]) -> int:
         """``extend`` each session by one position, in order, until no page is left.
 
         Returns how many were extended. Decoding turns cost a step just this call.
         """
-        size, refcounts, touch = self.page_size, self.pool.refcounts, self._digest.touch
+        size, touch = self.page_size, self._digest.touch
         for num_done, session_id in enumerate(session_ids):
             slot = self._slot(session_id)
             at = slot.committed_len
-            if at % size and refcounts[slot.pages[at // size]] == 1 and slot.running:
+            if slot.owns_tail and at % size:
                 if slot.allocated_len <= at:
                     slot.allocated_len = at + 1
-                touch(slot)
+                    slot.reserved_len = max(slot.reserved_len, at + 1)
+                    touch(slot)
                 continue
             try:
-                self._extend(slot, 1)
+                self._extend(slot, at + 1, at + 1)
             except OutOfPages:
                 return num_done
         return len(session_ids)
 
-    def _extend(self, slot: Slot, num_tokens: int) -> None:
-        assert slot.running, f"session {slot.session_id} has no running turn to extend"
-        size, wanted_len = self.page_size, slot.committed_len + num_tokens
-        num_new = max(0, -(-wanted_len // size) - len(slot.pages))
-        copy_on_write = (
-            slot.committed_len % size != 0 and self.pool.refcounts[slot.pages[slot.committed_len // size]] > 1
-        )
-        if num_new + copy_on_write:
-            self._reserve(num_new + copy_on_write)
-        if copy_on_write:
-            assert len(slot.pages) == slot.committed_len // size + 1, "a shared page lies inside a table"
-            self._tables.copy_last_page(slot)
-            self._digest.touch(slot, len(slot.pages) - 1)
-        if num_new:
-            self._tables.append_free(slot, num_new)
-        slot.allocated_len = max(slot.allocated_len, wanted_len)
+    def extend_imported(
+        self, session_id: str, num_tokens: int, turn_starts: Sequence[int], columns: Sequence[Collection[int]]
+    ) -> None:
+        """``extend`` by positions whose KV another worker sends, which holds ``columns`` of each group.
+
+        ``turn_starts`` are that session's. A window group gets pages for no other columns.
+        Raises OutOfPages and changes nothing then.
+        """
+        slot = self._slot(session_id)
+        size, first = self.page_size, slot.committed_len
+        reached = first + num_tokens
+        columns = [
+            [c for c in columns[group.index] if len(table.pages) <= c < -(-reached // size)]
+            if group.window
+            else range(len(table.pages), -(-reached // size))
+            for group, table in zip(self.groups, slot.tables, strict=True)
+        ]
+        shared = self._shared_partial(slot)
+        self._make_room([(group, (group in shared) + len(columns[group.index])) for group in self.groups])
+        for group, table in zip(self.groups, slot.tables, strict=True):
+            if group in shared:
+                group.copy_last_page(table)
+            group.append_imported(table, -(-reached // size), columns[group.index])
+        slot.owns_tail = True
+        slot.allocated_len = slot.reserved_len = max(slot.reserved_len, reached)
+        slot.turn_starts = tuple(turn_starts)[-self._num_resume_points :] if self._num_resume_points else ()
+        slot.protected_points = None
         self._digest.touch(slot)
 
+    def _extend(self, slot: Slot, allocated_len: int, reserved_len: int) -> None:
+        assert slot.running, f"session {slot.session_id} has no running turn to extend"
+        size, tables = self.page_size, slot.tables
+        shared = [] if slot.owns_tail else self._shared_partial(slot)
+        wanted, is_short = [], False
+        for group in self.groups:
+            reached = allocated_len if group.window else reserved_len
+            count = -(-reached // size) - len(tables[group.index].pages)
+            if shared and group in shared:
+                count = max(0, count) + 1
+            if count > 0:
+                wanted.append((group, count))
+                is_short |= count > group.pool.num_free
+        if is_short:
+            self._make_room(wanted)
+        for group, count in wanted:
+            table = tables[group.index]
+            if shared and group in shared:
+                group.copy_last_page(table)
+                count -= 1
+            if count:
+                group.append_free(table, count)
+        slot.owns_tail = True
+        slot.allocated_len = max(slot.allocated_len, allocated_len)
+        slot.reserved_len = max(slot.reserved_len, reserved_len)
+        self._digest.touch(slot)
+
+    def _shared_partial(self, slot: Slot) -> list[GroupTables]:
+        """The groups whose last, partial page has other holders: it must be copied before it is written."""
+        if slot.committed_len % self.page_size == 0:
+            return []
+        column, tables = slot.committed_len // self.page_size, slot.tables
+        shared = [g for g in self.groups if g.pool.refcounts[tables[g.index].pages[column]] > 1]
+        assert all(len(tables[g.index].pages) == column + 1 for g in shared), "a shared page lies inside a table"
+        return shared
+
     def commit(self, computed: Mapping[str, array[int]]) -> None:
-        """Mark the KV of these tokens, at each session's next positions, as computed; index pages that fill up."""
+        """Mark the KV of these tokens, at each session's next positions, as computed; index pages that fill up.
+
+        Window groups free the pages that their windows have passed.
+        """
         for session_id, tokens in computed.items():
             self._commit(self._slot(session_id), tokens)
 
@@ -157,6 +189,8 @@ class SessionCache:
         self._digest.touch(slot)
         if end // self.page_size > start // self.page_size:
             self._index_full_pages(slot)
+        for group in self.windows:
+            group.slide(slot.tables[group.index], end)
 
     def finish(self, session_id: str, turn_id: str, outcome: Outcome, known: array[int] | None = None) -> None:
         """End a turn, whatever ended it: the one way out (law L7). Idempotent; an unknown turn is ignored.
@@ -172,6 +206,7 @@ class SessionCache:
         elif outcome is Outcome.COMPLETED:
             del slot.tokens[slot.committed_len :]
             slot.tokens.extend(known or ())
+            self._add_turn_start(slot)
         self._cut(slot, min(slot.committed_len, len(slot.tokens)))
         slot.running = False
         if outcome is not Outcome.RETRACTED:
@@ -179,6 +214,8 @@ class SessionCache:
             if slot.ephemeral:
                 self._drop(slot)
                 return
+        if self.windows:
+            self._slide(slot)
         self._idle[session_id] = slot
         self._idle.move_to_end(session_id)
 
@@ -187,7 +224,8 @@ class SessionCache:
     def free_tail(self, session_id: str, keep_len: int) -> int:
         """Cut an idle session to its first ``keep_len`` tokens. Returns the number of pages freed.
 
-        Frees whole pages from ``ceil(keep_len / page_size)`` on (law L3). Idempotent (L6).
+        Frees whole pages from ``ceil(keep_len / page_size)`` on (law L3), and more where a window group
+        cannot resume from there. Idempotent (L6).
         Raises SessionNotFound, SessionBusy, InvalidRequest if ``keep_len`` is negative.
         """
         slot = self._slot(session_id)
@@ -196,7 +234,8 @@ class SessionCache:
         if slot.turn_id is not None:
             raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
         del slot.tokens[keep_len:]
-        return self._cut(slot, keep_len)
+        self._drop_turn_starts(slot, keep_len)
+        return self._cut(slot, keep_len) + (self._slide(slot) if self.windows else 0)
 
     def release_session(self, session_id: str) -> int:
         """Drop a session. Returns the number of pages freed; 0 if nothing is left of it (law L6).
@@ -205,20 +244,21 @@ class SessionCache:
         pages that another session has used.
         Raises SessionBusy: the caller ends the turn first, with ``finish``.
         """
-        slot, free_before = self.slots.get(session_id), self.pool.num_free
+        slot, free_before = self.slots.get(session_id), self.num_free()
         if slot is not None:
             if slot.turn_id is not None:
                 raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
             self._drop(slot)
         # Even if the slot was evicted before: the session's pages may still be cached.
         self.index.remove_owned(session_id)
-        return self.pool.num_free - free_before
+        return sum(self.num_free()) - sum(free_before)
 
     def fork(self, parent_id: str, child_id: str, at_len: int | None = None, *, for_reading: bool = False) -> Slot:
         """A new session with the first ``at_len`` tokens of ``parent_id``, sharing its pages.
 
         Default: all of the parent, as of its last good turn. A running parent still writes into its
-        partial page, so only its full pages are shared and the child computes the rest again.
+        partial page, so only its full pages are shared and the child computes the rest again, as it does
+        from the greatest length on from which the parent's windows let it resume.
         ``for_reading``: the child runs no turn; the parent stays the only owner of its index entries.
         Raises SessionNotFound, SessionExists, InvalidRequest, OutOfPages (no slot is free).
         """
@@ -237,156 +277,81 @@ class SessionCache:
         shared_len = min(at_len, parent.committed_len)
         if parent.running:
             shared_len -= shared_len % size
+        shared_len = self._resumable_len(parent, shared_len)
         child.tokens = parent.tokens[:at_len]
         if not for_reading:
             child.entries = parent.entries[: shared_len // size]
             for entry in child.entries:
                 entry.shared = True
-        for page in parent.pages[: -(-shared_len // size)]:
-            self._tables.append_shared(child, page)
-        child.committed_len = child.allocated_len = shared_len
+        child.turn_starts = tuple(start for start in parent.turn_starts if start <= shared_len)
+        child.protected_points = child.turn_starts
+        for group, ours, theirs in zip(self.groups, child.tables, parent.tables, strict=True):
+            group.protect(ours, child.turn_starts)
+            group.share(theirs, ours, shared_len)
+        child.committed_len = child.allocated_len = child.reserved_len = shared_len
         return child
 
     # ---- the engine's side of a step ---------------------------------------------------------
 
-    @property
-    def pending_copies(self) -> list[PageCopy]:
-        """Page copies that the device must make before it writes anything, in order."""
-        return self._tables.pending_copies
-
     def take_table_updates(self) -> list[TableUpdate]:
         """Changes to the device's page tables since the last call, in order."""
-        return self._tables.take_updates()
+        updates = self._updates[:]
+        self._updates.clear()
+        return updates
 
     def finish_copies(self, count: int) -> None:
         """The device has made the first ``count`` pending copies (or queued them before any later write)."""
-        self._tables.finish_copies(count)
+        done = self.pending_copies[:count]
+        del self.pending_copies[:count]
+        for copy in done:
+            self.groups[copy.group].pool.decref(copy.source)
 
     def flush(self) -> None:
         """Drop all idle slots and cached pages; running turns keep theirs."""
         while self._evict_oldest_idle():
             pass
-        while self.index.evict_oldest():
-            pass
-
-    def audit(self) -> AuditReport:
-        """Recount every page from its holders. Changes nothing, and is exact while turns run."""
-        return audit(self.pool, self.index, self.slots.values(), self.pending_copies, self.page_size)
-
-    def digest(self) -> int:
-        """A 64-bit digest of page tables, reference counts and lengths. Costs O(changes since the last call)."""
-        value = self._digest.update(self.pool.refcounts, self.pool.touched)
-        self.pool.touched.clear()
-        return value
+        for group in self.groups:
+            while self.index.evict_oldest(group.index):
+                pass
 
     # ---- inside --------------------------------------------------------------------------------
 
-    def _slot(self, session_id: str) -> Slot:
-        slot = self.slots.get(session_id)
-        if slot is None:
-            raise SessionNotFound(f"session {session_id} has no slot here; open it first")
-        return slot
+    def _drop_turn_starts(self, slot: Slot, keep_len: int) -> None:
+        if slot.turn_starts and slot.turn_starts[-1] > keep_len:
+            slot.turn_starts = tuple(start for start in slot.turn_starts if start <= keep_len)
 
-    def _new_slot(self, session_id: str, tenant: str, *, ephemeral: bool = False, spared: Slot | None = None) -> Slot:
-        """A new slot, for which an idle one other than ``spared`` may be evicted."""
-        if not self._free_rows:
-            self._evict_for_a_row(spared)
-        if self._digest.num_touched >= self._max_touched:
-            self.digest()  # bounds the touched slots where nobody else asks for the digest
-        slot = Slot(session_id, tenant, self._free_rows.pop(), ephemeral)
-        self.slots[session_id] = self.by_row[slot.row] = slot
-        self._idle[session_id] = slot
-        self._digest.touch(slot)
-        return slot
-
-    def _cut(self, slot: Slot, keep_len: int) -> int:
-        """Cut KV to ``keep_len`` tokens and free the tail. The only place that shortens a slot's KV."""
-        slot.committed_len = min(slot.committed_len, keep_len)
-        slot.allocated_len = slot.committed_len
-        num_freed = self._tables.cut(slot, -(-slot.committed_len // self.page_size))
-        self._digest.touch(slot)
-        del slot.entries[slot.committed_len // self.page_size :]
-        return num_freed
+    def _add_turn_start(self, slot: Slot) -> None:
+        if self._num_resume_points and slot.base_len not in slot.turn_starts:
+            slot.turn_starts = (*slot.turn_starts, slot.base_len)[-self._num_resume_points :]
 
     def _take_cached_prefix(self, slot: Slot, tokens: array[int]) -> None:
-        size = self.page_size
-        if slot.committed_len != len(slot.entries) * size:
+        size, known = self.page_size, len(slot.entries)
+        if slot.committed_len != known * size:
             return  # the last page is partial or not indexed, and tables are never rewritten (L2)
-        entry = slot.entries[-1] if slot.entries else self.index.root(slot.tenant)
-        while slot.committed_len + size < len(tokens):
-            start = slot.committed_len
-            page_tokens = tokens[start : start + size]
-            found = self.index.find(entry, page_tokens)
-            if found is None:
-                return
-            entry = found
+        parent = slot.entries[-1] if slot.entries else self.index.root(slot.tenant)
+        found = self.index.longest_match(parent, slot.tables, known, tokens, size)
+        if not found:
+            return
+        reached = (known + len(found)) * size
+        for group, table in zip(self.groups, slot.tables, strict=True):
+            group.skip_to(table, group.first_needed(reached))
+            for entry in found[len(table.pages) - known :]:
+                group.append_shared(table, entry.pages[group.index])
+        for entry in found:
             entry.shared |= entry.owner != slot.session_id
-            self._tables.append_shared(slot, entry.page)
-            slot.entries.append(entry)
-            del slot.tokens[start:]
-            slot.tokens.extend(page_tokens)
-            slot.committed_len = slot.allocated_len = start + size
+        slot.entries += found
+        if len(slot.tokens) < reached:
+            del slot.tokens[slot.committed_len :]
+            slot.tokens.extend(tokens[slot.committed_len : reached])
+        slot.committed_len = slot.allocated_len = slot.reserved_len = reached
 
     def _index_full_pages(self, slot: Slot) -> None:
         size = self.page_size
         parent = slot.entries[-1] if slot.entries else self.index.root(slot.tenant)
-        while (start := len(slot.entries) * size) + size <= slot.committed_len:
-            page = slot.pages[len(slot.entries)]
-            entry = self.index.add(parent, slot.tokens[start : start + size], page, slot.session_id)
+        for column in range(len(slot.entries), slot.committed_len // size):
+            tokens = slot.tokens[column * size : (column + 1) * size]
+            entry = self.index.add(parent, tokens, slot.tables, column, slot.session_id)
             if entry is None:
                 return
             slot.entries.append(entry)
             parent = entry
-
-    def _reserve(self, num_pages: int) -> None:
-        """Evict until ``num_pages`` pages are free, or raise OutOfPages and change nothing."""
-        if self.pool.num_free >= num_pages:
-            return
-        if num_pages > self.pool.num_free + self.pool.num_cached:
-            self._require_evictable(num_pages)
-        while self.pool.num_free < num_pages:
-            if not self.index.evict_oldest() and not self._evict_oldest_idle():
-                raise AssertionError("fewer pages could be evicted than were counted")
-
-    def _require_evictable(self, num_pages: int) -> None:
-        # Exact: every page that no running slot and no pending copy lists can be evicted. Counted only
-        # when free and cached pages do not suffice, because it costs O(pages of running turns).
-        pinned = {copy.source for copy in self.pending_copies}
-        for slot in self.slots.values():
-            if slot.running:
-                pinned.update(slot.pages)
-        if self.pool.num_pages - len(pinned) < num_pages:
-            raise OutOfPages(
-                f"{num_pages} pages are needed, {self.pool.num_pages - len(pinned)} of "
-                f"{self.pool.num_pages} are not in use by running turns"
-            )
-
-    def _evict_oldest_idle(self) -> bool:
-        """Evict the least recently used idle slot. False if no slot is idle."""
-        oldest = next(iter(self._idle.values()), None)
-        if oldest is None:
-            return False
-        self._evict(oldest)
-        return True
-
-    def _evict(self, slot: Slot) -> None:
-        if slot.turn_id is None:
-            self._drop(slot)
-            return
-        # A retracted turn resumes in this slot and brings all its tokens: only the KV is dropped.
-        self._cut(slot, 0)
-        del slot.tokens[:]
-        del self._idle[slot.session_id]
-
-    def _evict_for_a_row(self, spared: Slot | None = None) -> None:
-        victim = next((s for s in self._idle.values() if s.turn_id is None and s is not spared), None)
-        if victim is None:
-            raise OutOfPages(f"turns own all {len(self.slots)} slots")
-        self._evict(victim)
-
-    def _drop(self, slot: Slot) -> None:
-        self._cut(slot, 0)
-        self._idle.pop(slot.session_id, None)
-        del self.slots[slot.session_id], self.by_row[slot.row]
-        self._digest.drop(slot)
-        self._free_rows.append(slot.row)

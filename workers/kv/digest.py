@@ -1,9 +1,9 @@
 """A digest of a rank's KV state, updated in O(changes). Ranks compare it at each step (law L8).
 
-The state is a set of elements: each page with its reference count, each slot with its lengths and its
-page table. The digest is the sum of the elements' hashes (a multiset hash: order does not matter, and
-a changed element is subtracted and added again). A page table is hashed as a chain, so that a cut or
-an append costs only what it changes.
+The state is a set of elements: each page of each group with its reference count, each slot with its lengths
+and its page tables. The digest is the sum of the elements' hashes (a multiset hash: order does not matter,
+and a changed element is subtracted and added again). A page table is itself such a sum, over its held
+entries, which changes with the table (``PageTable.digest``).
 
 Elements are tuples of integers, whose ``hash`` is the same in every process of one Python build (only
 strings are salted). The digest detects mistakes, not adversaries.
@@ -12,8 +12,9 @@ strings are salted). The digest detects mistakes, not adversaries.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from workers.kv.pages import PagePool
 from workers.kv.slot import Slot
 
 MASK = 2**64 - 1
@@ -22,55 +23,37 @@ MASK = 2**64 - 1
 class StateDigest:
     """The digest, and the elements it was computed from."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self._value = hash((num_pages, page_size))
-        self._refcounts = [0] * num_pages
-        self._slots: dict[Slot, _SlotDigest] = {}
-        # Slots that changed since the last update, with the number of leading pages that did not.
-        self._touched: dict[Slot, int] = {}
+    def __init__(self, pools: Sequence[PagePool], page_size: int) -> None:
+        self._pools = pools
+        self._value = hash((page_size, *(pool.num_pages for pool in pools)))
+        self._refcounts = [[0] * pool.num_pages for pool in pools]
+        self._names: dict[Slot, int] = {}
+        self._elements: dict[Slot, int] = {}
+        self._touched: dict[Slot, None] = {}
 
     @property
     def num_touched(self) -> int:
         """How many slots changed since the last update."""
         return len(self._touched)
 
-    def touch(self, slot: Slot, num_kept: int | None = None) -> None:
-        """A slot changed, all but its first ``num_kept`` pages (default: all its pages now)."""
-        if num_kept is None:
-            num_kept = len(slot.pages)
-        if self._touched.get(slot, num_kept) >= num_kept:
-            self._touched[slot] = num_kept
+    def touch(self, slot: Slot) -> None:
+        """A slot changed."""
+        self._touched[slot] = None
 
-    def update(self, refcounts: list[int], touched_pages: Iterable[int]) -> int:
+    def update(self) -> int:
         """The 64-bit digest after the changes since the last update."""
-        value, seen = self._value, self._refcounts
-        for page in touched_pages:
-            if seen[page] != refcounts[page]:
-                value += hash((page, refcounts[page])) - hash((page, seen[page]))
-                seen[page] = refcounts[page]
-        for slot, num_kept in self._touched.items():
-            known = self._slots.get(slot)
-            if known is None:
-                known = self._slots[slot] = _SlotDigest(slot.session_id)
-            chain, pages = known.chain, slot.pages
-            # Most decodes do not change the table.
-            if num_kept + 1 < len(chain) or len(chain) <= len(pages):
-                del chain[num_kept + 1 :]
-                for page in pages[len(chain) - 1 :]:
-                    chain.append(hash((chain[-1], page)))
-            element = hash(
-                (
-                    chain[-1],
-                    slot.row,
-                    slot.running,
-                    slot.committed_len,
-                    slot.allocated_len,
-                    slot.base_len,
-                    len(slot.tokens),
-                )
-            )
-            value += element - known.element
-            known.element = element
+        value = self._value
+        for group, (pool, seen) in enumerate(zip(self._pools, self._refcounts, strict=True)):
+            for page in pool.touched:
+                count = pool.refcounts[page]
+                if seen[page] != count:
+                    value += hash((group, page, count)) - hash((group, page, seen[page]))
+                    seen[page] = count
+            pool.touched.clear()
+        for slot in self._touched:
+            element = self._element(slot)
+            value += element - self._elements.get(slot, 0)
+            self._elements[slot] = element
         self._touched.clear()
         self._value = value & MASK
         return self._value
@@ -78,17 +61,14 @@ class StateDigest:
     def drop(self, slot: Slot) -> None:
         """Remove a dropped slot."""
         self._touched.pop(slot, None)
-        known = self._slots.pop(slot, None)
-        if known is not None:
-            self._value -= known.element
+        self._names.pop(slot, None)
+        self._value -= self._elements.pop(slot, 0)
 
-
-class _SlotDigest:
-    """One slot's term of the sum, and the chained hashes of its page table, one a page."""
-
-    __slots__ = ("chain", "element")
-
-    def __init__(self, session_id: str) -> None:
-        name = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
-        self.chain = [int.from_bytes(name, "little")]
-        self.element = 0
+    def _element(self, slot: Slot) -> int:
+        name = self._names.get(slot)
+        if name is None:
+            hashed = hashlib.blake2b(slot.session_id.encode(), digest_size=8).digest()
+            name = self._names[slot] = int.from_bytes(hashed, "little")
+        lengths = (slot.committed_len, slot.allocated_len, slot.reserved_len, slot.base_len, len(slot.tokens))
+        tables = [x for table in slot.tables for x in (table.digest, len(table.pages))]
+        return hash((name, slot.row, slot.running, *lengths, *slot.turn_starts, *tables))

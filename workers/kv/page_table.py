@@ -1,80 +1,257 @@
-"""The slots' page tables, and the device updates that follow from changing them."""
+"""A slot's page tables, one a KV group, and the only code that changes them (law L2).
+
+A window group's table, in half-open ranges of pages (``-`` is FREED)::
+
+    |- - K K - - - - - - . . . . |
+     [0, num_evicted)              freed, except the pages K in ``kept``: windows of resume points
+                         [num_evicted, len(pages))  held
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+from workers.kv.groups import GroupSpec
 from workers.kv.pages import PagePool
-from workers.kv.slot import Slot
+
+FREED = -1
+"""The table entry of a page that a window has passed. It is never attended to and never set again (law L5)."""
 
 
 class PageCopy(NamedTuple):
-    """Copy page ``source`` to page ``target`` before the step writes anything (copy on write)."""
+    """Copy page ``source`` of a group to page ``target`` before the step writes anything (copy on write)."""
 
+    group: int
     source: int
     target: int
 
 
-class TableUpdate(NamedTuple):
-    """Set entry ``column`` of row ``row`` of the device's page tables to ``page``."""
+TableUpdate: TypeAlias = tuple[int, int, int, int]
+"""``(group, row, column, page)``: set that entry of the group's page tables on the device. A plain tuple,
+because a named one takes five times as long to make, and each page of each turn has one."""
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """One slot's pages in one group: position ``i`` is in ``pages[i // page_size]``."""
 
     row: int
-    column: int
-    page: int
+    pages: list[int] = field(default_factory=list)
+    num_evicted: int = 0
+    kept: list[int] = field(default_factory=list)
+    """Columns below ``num_evicted`` that are held for a resume point, ascending."""
+    protected: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of columns that sliding keeps: the windows before the slot's resume points."""
+    digest: int = 0
+    """The sum of ``hash((column, page))`` over the held entries."""
+
+    def held(self) -> list[int]:
+        """The columns that hold a page, ascending."""
+        return [*self.kept, *range(self.num_evicted, len(self.pages))]
+
+    def protects(self, column: int) -> bool:
+        for first, end in self.protected:  # noqa: SIM110  # ``any`` takes three times as long
+            if first <= column < end:
+                return True
+        return False
 
 
-class PageTables:
-    """The only code that changes ``Slot.pages`` (law L2): tables grow at their end and are cut from it."""
+class GroupTables:
+    """One group: its pool, and all operations on its tables. A table grows at its end and is cut from it.
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._updates: list[TableUpdate] = []
-        self.pending_copies: list[PageCopy] = []
-        """Copies the device has yet to make. Each holds a reference to its source."""
+    This class serves whole-prefix groups, which can resume from any length.
+    """
 
-    def append_free(self, slot: Slot, count: int = 1) -> None:
+    def __init__(
+        self, index: int, spec: GroupSpec, page_size: int, updates: list[TableUpdate], copies: list[PageCopy]
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.window = spec.window
+        self.pool = PagePool(spec.num_pages)
+        self._size = page_size
+        self._updates = updates
+        self._copies = copies
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def resumable_len(self, table: PageTable, wanted_len: int) -> int:
+        """The greatest length, at most ``wanted_len``, whose next token can be computed from what is held."""
+        return wanted_len
+
+    def first_needed(self, length: int) -> int:
+        """The first column that must be held to compute the token at position ``length``."""
+        return 0
+
+    def append_free(self, table: PageTable, count: int) -> None:
         """Append free pages, which the caller has reserved."""
-        for _ in range(count):
-            page = self._pool.take_free()
-            assert page is not None, "the caller reserved pages"
-            self._updates.append(TableUpdate(slot.row, len(slot.pages), page))
-            slot.pages.append(page)
+        pages, index, row = table.pages, self.index, table.row
+        for page in self.pool.take_free(count):
+            column = len(pages)
+            self._updates.append((index, row, column, page))
+            table.digest += hash((column, page))
+            pages.append(page)
 
-    def append_shared(self, slot: Slot, page: int) -> None:
+    def append_shared(self, table: PageTable, page: int) -> None:
         """Append a page that another holder lists too."""
-        self._pool.incref(page)
-        self._updates.append(TableUpdate(slot.row, len(slot.pages), page))
-        slot.pages.append(page)
+        self.pool.incref(page)
+        column = len(table.pages)
+        self._updates.append((self.index, table.row, column, page))
+        table.digest += hash((column, page))
+        table.pages.append(page)
 
-    def copy_last_page(self, slot: Slot) -> None:
+    def skip_to(self, table: PageTable, column: int) -> None:
+        """Continue the table at ``column`` without pages before it. Only window groups have such entries."""
+        assert len(table.pages) >= column, f"a {self.name} group holds every page"
+
+    def append_imported(self, table: PageTable, end: int, columns: Collection[int]) -> None:
+        """Append entries up to column ``end``, with free pages for ``columns``: those that another worker sends."""
+        if end > len(table.pages):
+            self.append_free(table, end - len(table.pages))
+
+    def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:
+        """Give an empty table what a slot with the first ``committed_len`` tokens of ``parent`` holds."""
+        for page in parent.pages[: -(-committed_len // self._size)]:
+            self.append_shared(child, page)
+
+    def copy_last_page(self, table: PageTable) -> None:
         """Replace the last page, a shared one, by a copy in a free page (law L4)."""
         # The pending copy takes over the slot's reference to the old page until the copy is made.
-        shared = slot.pages.pop()
-        self.append_free(slot)
-        self.pending_copies.append(PageCopy(shared, slot.pages[-1]))
+        shared = table.pages.pop()
+        table.digest -= hash((len(table.pages), shared))
+        self.append_free(table, 1)
+        self._copies.append(PageCopy(self.index, shared, table.pages[-1]))
 
-    def cut(self, slot: Slot, num_kept: int) -> int:
-        """Drop the pages from index ``num_kept`` on. Returns how many became free."""
-        if self.pending_copies and len(slot.pages) > num_kept:
-            self._cancel_copies(slot.pages[num_kept:])
-        num_freed = 0
-        while len(slot.pages) > num_kept:
-            num_freed += self._pool.decref(slot.pages.pop())
+    def cut(self, table: PageTable, num_kept: int) -> int:
+        """Drop the pages from column ``num_kept`` on. Returns how many became free."""
+        pages, decref, num_freed = table.pages, self.pool.decref, 0
+        if self._copies and len(pages) > num_kept:
+            self._cancel_copies(pages[num_kept:])
+        while len(pages) > num_kept:
+            page = pages.pop()
+            if page != FREED:
+                table.digest -= hash((len(pages), page))
+                num_freed += decref(page)
         return num_freed
 
-    def take_updates(self) -> list[TableUpdate]:
-        """The updates since the last call, in order."""
-        updates, self._updates = self._updates, []
-        return updates
+    def slide(self, table: PageTable, committed_len: int) -> int:
+        """Free what neither the next token nor a resume point needs. Returns how many pages became free."""
+        return 0
 
-    def finish_copies(self, count: int) -> None:
-        """The device has made the first ``count`` pending copies (or queued them before any later write)."""
-        done, self.pending_copies = self.pending_copies[:count], self.pending_copies[count:]
-        for copy in done:
-            self._pool.decref(copy.source)
+    def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
+        """Set the lengths, besides the committed one, whose windows are held. Returns how many pages became free."""
+        return 0
 
     def _cancel_copies(self, targets: list[int]) -> None:
         # A freed page must not be written any more: another slot may own it by then.
-        for copy in [c for c in self.pending_copies if c.target in targets]:
-            self.pending_copies.remove(copy)
-            self._pool.decref(copy.source)
+        for copy in [c for c in self._copies if c.group == self.index and c.target in targets]:
+            self._copies.remove(copy)
+            self.pool.decref(copy.source)
+
+
+class WindowTables(GroupTables):
+    """A window group. It holds, before each resume point and before the committed length, ``window`` tokens.
+
+    One token more than the next token attends to, so that the last committed token can be computed again
+    (its logits start an output).
+    """
+
+    def resumable_len(self, table: PageTable, wanted_len: int) -> int:
+        length = wanted_len
+        while True:
+            first = self.first_needed(length)
+            if first >= table.num_evicted:
+                return length
+            missing = self._last_freed(table, first, -(-length // self._size))
+            if missing is None:
+                return length
+            # Every length in (missing * page_size, length] needs that page too.
+            length = missing * self._size
+
+    def _last_freed(self, table: PageTable, first: int, end: int) -> int | None:
+        """The last column of ``[first, end)`` whose page is not held."""
+        columns = range(min(end, table.num_evicted) - 1, first - 1, -1)
+        return next((column for column in columns if table.pages[column] == FREED), None)
+
+    def first_needed(self, length: int) -> int:
+        return max(0, length - self.window + 1) // self._size
+
+    def skip_to(self, table: PageTable, column: int) -> None:
+        if column > len(table.pages):
+            self._evict_up_to(table, len(table.pages))
+            table.pages += [FREED] * (column - len(table.pages))
+            table.num_evicted = column
+
+    def append_imported(self, table: PageTable, end: int, columns: Collection[int]) -> None:
+        first = len(table.pages)
+        for column in range(first, end):
+            if column in columns:
+                self.append_free(table, 1)
+            else:
+                table.pages.append(FREED)
+        self._find_evicted(table, first)
+
+    def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:
+        first, end = max(0, committed_len - self.window) // self._size, -(-committed_len // self._size)
+        for column in parent.held():
+            if column < end and (column >= first or child.protects(column)):
+                child.pages += [FREED] * (column - len(child.pages))
+                self.append_shared(child, parent.pages[column])
+        child.pages += [FREED] * (end - len(child.pages))
+        self._find_evicted(child, 0)
+
+    def _find_evicted(self, table: PageTable, first: int) -> None:
+        """Set ``num_evicted`` and ``kept`` after entries, held and freed, were appended from ``first`` on."""
+        pages = table.pages
+        last_freed = next((c for c in range(len(pages) - 1, first - 1, -1) if pages[c] == FREED), None)
+        if last_freed is not None:
+            table.kept += [c for c in range(table.num_evicted, last_freed) if pages[c] != FREED]
+            table.num_evicted = last_freed + 1
+
+    def cut(self, table: PageTable, num_kept: int) -> int:
+        num_freed = super().cut(table, num_kept)
+        table.num_evicted, kept = min(table.num_evicted, num_kept), table.kept
+        while kept and kept[-1] >= num_kept:
+            kept.pop()
+        # What comes before the new end may be kept for a resume point: now it is the window itself.
+        while kept and kept[-1] == table.num_evicted - 1:
+            table.num_evicted = kept.pop()
+        return num_freed
+
+    def slide(self, table: PageTable, committed_len: int) -> int:
+        end = (committed_len - self.window) // self._size
+        return self._evict_up_to(table, end) if end > table.num_evicted else 0
+
+    def _evict_up_to(self, table: PageTable, end: int) -> int:
+        num_freed = 0
+        for column in range(table.num_evicted, end):
+            if table.protects(column):
+                table.kept.append(column)
+            else:
+                num_freed += self._evict(table, column)
+        table.num_evicted = end
+        return num_freed
+
+    def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
+        # From the point's page on, not from the point: a fork of a running session shares whole pages.
+        size, window, num_freed = self._size, self.window, 0
+        table.protected = [
+            (max(0, point // size * size - window) // size, -(-point // size)) for point in resume_points
+        ]
+        if table.kept:
+            for column in table.kept:
+                if not table.protects(column):
+                    num_freed += self._evict(table, column)
+            table.kept = [column for column in table.kept if table.pages[column] != FREED]
+        return num_freed
+
+    def _evict(self, table: PageTable, column: int) -> int:
+        page, table.pages[column] = table.pages[column], FREED
+        if self._copies:
+            self._cancel_copies([page])
+        table.digest -= hash((column, page))
+        return self.pool.decref(page)

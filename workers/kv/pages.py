@@ -54,15 +54,17 @@ class PagePool:
         """The cached pages, least recently used first, for the auditor."""
         return list(self._cached)
 
-    def take_free(self) -> int | None:
-        """A free page, now with one reference; None if there is none."""
-        if not self._free:
-            return None
-        page = self._free.pop()
-        assert self.refcounts[page] == 0, f"page {page} was on the free list with holders"
-        self.refcounts[page] = 1
-        self.touched.add(page)
-        return page
+    def take_free(self, count: int) -> list[int]:
+        """``count`` free pages, now with one reference each. The caller has made sure that there are as many."""
+        assert 0 < count <= len(self._free), f"{count} pages are wanted, {len(self._free)} are free"
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        refcounts = self.refcounts
+        for page in pages:
+            assert refcounts[page] == 0, f"page {page} was on the free list with holders"
+            refcounts[page] = 1
+        self.touched.update(pages)
+        return pages
 
     def oldest_cached(self) -> int | None:
         """The least recently used cached page. The prefix index must drop it to free it."""
@@ -75,8 +77,8 @@ class PagePool:
         if self._indexed[page]:
             self._cached.pop(page, None)
 
-    def decref(self, page: int) -> bool:
-        """Drop one reference. Returns whether the page became free."""
+    def decref(self, page: int) -> int:
+        """Drop one reference. Returns how many pages became free: 1 or 0."""
         count = self.refcounts[page] - 1
         assert count >= 0, f"page {page} has no reference to drop"
         self.refcounts[page] = count
@@ -84,10 +86,10 @@ class PagePool:
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
             self._free.append(page)
-            return True
+            return 1
         if count == 1 and self._indexed[page]:
             self._cached[page] = None
-        return False
+        return 0
 
     def mark_indexed(self, page: int) -> None:
         """Count the prefix index as a holder of ``page``, which has another holder already."""
@@ -95,9 +97,9 @@ class PagePool:
         self.incref(page)
         self._indexed[page] = 1
 
-    def unmark_indexed(self, page: int) -> bool:
-        """Drop the prefix index's reference. Returns whether the page became free."""
+    def unmark_indexed(self, page: int) -> None:
+        """Drop the prefix index's reference."""
         assert self._indexed[page], f"page {page} is not in the prefix index"
         self._indexed[page] = 0
         self._cached.pop(page, None)
-        return self.decref(page)
+        self.decref(page)

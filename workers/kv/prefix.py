@@ -1,24 +1,23 @@
 """The prefix index: which full pages hold the KV of which tokens, so that common prefixes are shared.
 
-Pages are named by a chained hash: a page's digest covers its tokens and its parent's digest, and so the
-whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180 section 4.4). The hash only
-finds candidates. A match also needs the same parent entry and equal tokens, so by induction a hash
-collision cannot return another prefix's KV. Each tenant has its own root: prefixes never match across
-tenants, which also closes the timing channel between them.
+An entry stands for one page of tokens after its parent's, and names a page for each KV group, each of which
+can be evicted by itself. Entries are found by a chained hash: an entry's digest covers its tokens and its
+parent's digest, and so the whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180
+section 4.4). The hash only finds candidates. A match also needs the same parent entry and equal tokens, so
+by induction a hash collision cannot return another prefix's KV. Each tenant has its own root: prefixes never
+match across tenants, which also closes the timing channel between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from workers.kv.pages import PagePool
-
-ROOT_PAGE = -1
+from workers.kv.page_table import FREED, GroupTables, PageTable
 
 
 def chain_digest(parent: bytes, tokens: bytes) -> bytes:
@@ -35,77 +34,116 @@ def common_prefix_len(a: array[int], b: array[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """One full page in the index (or, with ``page == ROOT_PAGE``, a tenant's root)."""
+    """One page of tokens in the index (or, without a parent, a tenant's root)."""
 
     parent: PrefixEntry | None
     digest: bytes
     tokens: bytes
-    page: int
+    pages: list[int]
+    """By group; FREED where the group's page was evicted."""
     owner: str = ""
-    # By page. Used to drop a whole branch when its session is released.
-    children: dict[int, PrefixEntry] = field(default_factory=dict)
+    # Used to drop a whole branch when its session is released.
+    children: dict[PrefixEntry, None] = field(default_factory=dict)
     # A session other than the owner has used the entry: it is kept after the owner's release.
     shared: bool = False
+    removed: bool = False
 
 
 class PrefixIndex:
-    """Finds the page that follows a page for given tokens. Holds one reference to each of its pages."""
+    """Finds the entry that follows an entry for given tokens. Holds one reference to each of its pages."""
 
-    def __init__(self, pool: PagePool, digest: Callable[[bytes, bytes], bytes] = chain_digest) -> None:
-        self._pool = pool
+    def __init__(self, groups: Sequence[GroupTables], digest: Callable[[bytes, bytes], bytes] = chain_digest) -> None:
+        self._groups = groups
         self._digest = digest
         self._roots: dict[str, PrefixEntry] = {}
         self._by_digest: dict[bytes, list[PrefixEntry]] = {}
-        self._by_page: dict[int, PrefixEntry] = {}
-        # For each owner, the topmost entries of its subtrees, by page.
-        self._tops: dict[str, dict[int, PrefixEntry]] = {}
+        self._by_page: list[dict[int, PrefixEntry]] = [{} for _ in groups]
+        # For each owner, the topmost entries of its subtrees.
+        self._tops: dict[str, dict[PrefixEntry, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_page)
+    def pages(self, group: int) -> list[int]:
+        """The group's pages in the index, for the auditor."""
+        return list(self._by_page[group])
 
-    def pages(self) -> list[int]:
-        """The pages in the index, for the auditor."""
-        return list(self._by_page)
+    def entry_of(self, group: int, page: int) -> PrefixEntry | None:
+        """The entry that names a page."""
+        return self._by_page[group].get(page)
 
     def root(self, tenant: str) -> PrefixEntry:
         """The root of a tenant's entries."""
         entry = self._roots.get(tenant)
         if entry is None:
             salt = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
-            entry = self._roots[tenant] = PrefixEntry(None, salt, b"", ROOT_PAGE)
+            entry = self._roots[tenant] = PrefixEntry(None, salt, b"", [])
         return entry
 
     def find(self, parent: PrefixEntry, tokens: array[int]) -> PrefixEntry | None:
         """The child of ``parent`` for one page of ``tokens``."""
         raw = tokens.tobytes()
-        for entry in self._by_digest.get(self._digest(parent.digest, raw), ()):
+        return self._find(parent, self._digest(parent.digest, raw), raw)
+
+    def _find(self, parent: PrefixEntry, digest: bytes, raw: bytes) -> PrefixEntry | None:
+        for entry in self._by_digest.get(digest, ()):
             if entry.parent is parent and entry.tokens == raw:
                 return entry
         return None
 
-    def add(self, parent: PrefixEntry, tokens: array[int], page: int, owner: str) -> PrefixEntry | None:
-        """Index ``page`` as the one that holds ``tokens`` after ``parent``.
+    def longest_match(
+        self, parent: PrefixEntry, tables: Sequence[PageTable], known: int, tokens: array[int], page_size: int
+    ) -> list[PrefixEntry]:
+        """The entries after ``parent`` for ``tokens``, up to the greatest length from which every group can resume.
 
-        Returns None, and indexes nothing, when another page is indexed for the same tokens: then two
-        sequences computed the same prefix at the same time. The second keeps its page to itself.
+        ``tables`` hold the first ``known`` pages. At least one of ``tokens`` stays to be computed.
         """
+        found: list[PrefixEntry] = []
+        num_matched = 0
+        # How many pages in a row, up to the last entry, each window group could hold.
+        in_row = {group: len(table.pages) - table.num_evicted for group, table in self._windows(tables)}
+        for end in range(known + 1, (len(tokens) - 1) // page_size + 1):
+            entry = self.find(parent, tokens[(end - 1) * page_size : end * page_size])
+            if entry is None:
+                break
+            found.append(entry)
+            resumable = True
+            for group in in_row:
+                in_row[group] = in_row[group] + 1 if entry.pages[group.index] != FREED else 0
+                resumable &= end - in_row[group] <= group.first_needed(end * page_size)
+            if resumable:
+                num_matched = len(found)
+            parent = entry
+        return found[:num_matched]
+
+    def _windows(self, tables: Sequence[PageTable]) -> list[tuple[GroupTables, PageTable]]:
+        return [(g, table) for g, table in zip(self._groups, tables, strict=True) if g.window]
+
+    def add(
+        self, parent: PrefixEntry, tokens: array[int], tables: Sequence[PageTable], column: int, owner: str
+    ) -> PrefixEntry | None:
+        """The entry for ``tokens`` after ``parent``: a new one that names the tables' pages, or the one there is.
+
+        That one takes those of the pages whose own were evicted. Returns None if ``parent`` was removed.
+        """
+        if parent.removed:
+            return None
         raw = tokens.tobytes()
         digest = self._digest(parent.digest, raw)
-        bucket = self._by_digest.setdefault(digest, [])
-        for other in bucket:
-            if other.parent is parent and other.tokens == raw:
-                return None
-        entry = PrefixEntry(parent, digest, raw, page, owner)
-        bucket.append(entry)
-        parent.children[page] = entry
-        if parent.owner != owner or parent.page == ROOT_PAGE:
-            self._tops.setdefault(owner, {})[page] = entry
-        self._by_page[page] = entry
-        self._pool.mark_indexed(page)
+        entry = self._find(parent, digest, raw)
+        if entry is None:
+            entry = PrefixEntry(parent, digest, raw, [FREED] * len(tables), owner)
+            self._by_digest.setdefault(digest, []).append(entry)
+            parent.children[entry] = None
+            if parent.owner != owner or parent.parent is None:
+                self._tops.setdefault(owner, {})[entry] = None
+        entry.shared |= entry.owner != owner
+        for group, known in enumerate(entry.pages):
+            if known == FREED and (page := tables[group].pages[column]) != FREED:
+                entry.pages[group] = page
+                self._by_page[group][page] = entry
+                self._groups[group].pool.mark_indexed(page)
         return entry
 
-    def remove(self, entry: PrefixEntry) -> bool:
-        """Drop an entry. Returns whether its page became free.
+    def remove(self, entry: PrefixEntry) -> None:
+        """Drop an entry.
 
         Its children cannot be found any more, because lookups no longer reach this entry. They are
         evicted as they age.
@@ -114,28 +152,55 @@ class PrefixIndex:
         bucket.remove(entry)
         if not bucket:
             del self._by_digest[entry.digest]
-        del self._by_page[entry.page]
         tops = self._tops.get(entry.owner)
-        if tops is not None and tops.pop(entry.page, None) is not None and not tops:
-            del self._tops[entry.owner]
+        if tops is not None and entry in tops:
+            del tops[entry]
+            if not tops:
+                del self._tops[entry.owner]
+        entry.removed = True
         assert entry.parent is not None
-        del entry.parent.children[entry.page]
-        return self._pool.unmark_indexed(entry.page)
+        del entry.parent.children[entry]
+        for group, page in enumerate(entry.pages):
+            if page != FREED:
+                self._drop_page(entry, group, page)
 
     def remove_owned(self, owner: str) -> None:
         """Drop every entry of ``owner`` that no other session has used, in all branches."""
-        owned = list(self._tops.get(owner, {}).values())
+        owned = list(self._tops.get(owner, {}))
         for entry in owned:
-            owned.extend(child for child in entry.children.values() if child.owner == owner)
+            owned.extend(child for child in entry.children if child.owner == owner)
         # A session that uses an entry uses all entries above it: shared ones are above those that are not.
         for entry in reversed(owned):
-            if not entry.shared:
+            if not entry.shared and not entry.removed:
                 self.remove(entry)
+                self._remove_empty(entry.parent)
 
-    def evict_oldest(self) -> bool:
-        """Evict the least recently used entry whose page has no other holder. False if there is none."""
-        page = self._pool.oldest_cached()
+    def evict_oldest(self, group: int) -> bool:
+        """Free the group's least recently used page that only the index holds. False if there is none.
+
+        Nothing can be resumed past an entry without its page of a whole-prefix group, so such an entry is
+        removed. One without its page of a window group still leads to its children.
+        """
+        page = self._groups[group].pool.oldest_cached()
         if page is None:
             return False
-        self.remove(self._by_page[page])
+        entry = self._by_page[group][page]
+        if self._groups[group].window:
+            self._drop_page(entry, group, page)
+            self._remove_empty(entry)
+        else:
+            self.remove(entry)
         return True
+
+    def _drop_page(self, entry: PrefixEntry, group: int, page: int) -> None:
+        entry.pages[group] = FREED
+        del self._by_page[group][page]
+        self._groups[group].pool.unmark_indexed(page)
+
+    def _remove_empty(self, entry: PrefixEntry | None) -> None:
+        """Remove an entry that names no page and leads nowhere, and what it was the last to keep."""
+        while entry is not None and entry.parent is not None and not entry.removed:
+            if entry.children or any(page != FREED for page in entry.pages):
+                return
+            self.remove(entry)
+            entry = entry.parent

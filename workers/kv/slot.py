@@ -1,12 +1,16 @@
-"""What one session holds on a rank: its slot, with the page table and the lengths.
+"""What one session holds on a rank: its slot, with the page tables and the lengths.
 
-A slot's positions, in half-open ranges (page_size 4, pages A B C D)::
+A slot's positions in one group, in half-open ranges (page_size 4, pages A B C D)::
 
         A       B       C       D
     |. . . .|. . . .|. . . .|. . . .|
-     [0, committed_len)  KV computed and valid
+     [0, committed_len)  KV computed and valid (a window group may have freed its pages)
                      [committed_len, allocated_len)  the tail: pages held, KV not valid
      tokens may reach past committed_len: known, KV not yet computed (the last sampled token)
+
+The groups of a slot have the same ``committed_len``, because a token is computed in all layers or in none.
+Whole-prefix groups may hold pages past ``allocated_len``, up to ``reserved_len``: a turn is admitted when its
+whole prompt has room, while window groups extend chunk by chunk and free what the window has passed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from workers.kv.page_table import PageTable
 from workers.kv.prefix import PrefixEntry
 
 
@@ -45,15 +50,29 @@ class Slot:
     """Row of the device's page tables, fixed for the slot's lifetime."""
     ephemeral: bool
     """A request without a session: the slot ends with its turn."""
-    pages: list[int] = field(default_factory=list)
-    """The page table: position ``i`` is in ``pages[i // page_size]``. Only ``PageTables`` changes it."""
+    tables: list[PageTable]
+    """By group. Only ``GroupTables`` changes them."""
     entries: list[PrefixEntry] = field(default_factory=list)
-    """The prefix index entries of pages [0, len(entries))."""
+    """The prefix index entries for the tokens of pages [0, len(entries)). They may name other pages than the
+    slot's, where another session computed the same tokens."""
     tokens: array[int] = field(default_factory=new_tokens)
     committed_len: int = 0
     allocated_len: int = 0
+    reserved_len: int = 0
     turn_id: str | None = None
     """The turn that owns the slot: running, or retracted and waiting to resume."""
     running: bool = False
+    owns_tail: bool = False
+    """The running turn has extended the slot: no other holder lists the pages from ``committed_len`` on."""
     base_len: int = 0
     """The session's length when its turn began: an abort returns to it."""
+    protected_points: tuple[int, ...] | None = ()
+    """The resume points whose windows the tables protect; None: not known."""
+    turn_starts: tuple[int, ...] = ()
+    """The lengths at which the last turns began, oldest first: regenerating a turn resumes there."""
+
+    def resume_points(self) -> tuple[int, ...]:
+        """The lengths, besides ``committed_len``, from which the session must be able to resume."""
+        if self.turn_id is None or self.base_len in self.turn_starts:
+            return self.turn_starts
+        return (*self.turn_starts, self.base_len)

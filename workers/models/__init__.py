@@ -1,7 +1,10 @@
 """Checkpoints and the forward pass over page tables."""
 
-from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder, ForwardBatch, KVPool
+from workers.models.config import read_config
+from workers.models.decoder import Decoder, ForwardBatch
+from workers.models.kv_pool import KVPool
 from workers.models.loader import load_decoder
+from workers.models.mixers import GroupBatch
+from workers.models.spec import ModelConfig
 
-__all__ = ["Decoder", "ForwardBatch", "KVPool", "ModelConfig", "load_decoder"]
+__all__ = ["Decoder", "ForwardBatch", "GroupBatch", "KVPool", "ModelConfig", "load_decoder", "read_config"]

@@ -1,27 +1,54 @@
-"""Load a checkpoint folder: safetensors, memory-mapped, each tensor cast and copied once."""
+"""Load a checkpoint folder: this rank's part of each weight."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
 
-from holdfast.errors import UnsupportedModel
-from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.feed_forward import ExpertsWeights, MLPWeights
+from workers.models.mixers import AttentionWeights, LatentWeights
 from workers.models.parallel import RankGroup, Shard
+from workers.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    QKNorm,
+)
+from workers.models.tensors import Part, Tensors, weight_files
 
-Part: TypeAlias = tuple[int, int]
-"""``[start, end)`` of a dimension."""
-FINGERPRINT_BYTES = 1024 * 1024
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """A layout's names below a layer: the block, the router, and each expert's projections."""
+
+    block: str
+    router: str
+    gate: str = "experts.{}.gate_proj"
+    up: str = "experts.{}.up_proj"
+    down: str = "experts.{}.down_proj"
+    shared: str = ""
+
+
+EXPERT_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe", "gate", "experts.{}.w1", "experts.{}.w3", "experts.{}.w2"),
+    "qwen": ExpertNames("mlp", "gate", shared="shared_expert"),
+    "deepseek": ExpertNames("mlp", "gate", shared="shared_experts"),
+    "gpt_oss": ExpertNames("mlp", "router"),
+}
+
+
+_Projections: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""Experts' gate and up, their bias, their down, its bias."""
 
 
 def load_decoder(
@@ -32,136 +59,217 @@ def load_decoder(
     dtype: torch.dtype,
     context_len: int,
     group: RankGroup | None = None,
+    expert_parallel: bool = False,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder to ``device`` in ``dtype``; in a group, this rank's shard.
+
+    ``expert_parallel``: the ranks divide the experts among them, not each expert's width.
 
     Raises UnsupportedModel for pickled weights, for sizes that do not divide by the group's ranks, and for
     missing, unknown or misshapen tensors, which it names.
     """
-    shard = group.shard if group is not None else Shard()
+    shard = replace(group.shard if group is not None else Shard(), by_expert=expert_parallel)
     part = config.shard(shard)
     with ExitStack() as stack:
-        source = _Tensors(_weight_files(folder), stack, device, dtype)
-        weights = _assemble(source, config, shard)
-        source.refuse_unused(tied=config.tie_embeddings)
+        tensors = Tensors(weight_files(folder), stack, device, dtype, config.fp8_block)
+        weights = _Loader(tensors, config, part, shard).decoder()
+        tensors.refuse_unused(
+            tied=config.tie_embeddings, num_layers=len(config.layers), num_extra_layers=config.num_extra_layers
+        )
     return Decoder(part, weights, context_len, group)
 
 
-def fingerprint(folder: Path) -> str:
-    """A fingerprint of a checkpoint's config, and of each weight file's end and size, without reading all of it."""
-    crc = zlib.crc32((folder / "config.json").read_bytes())
-    for path in _weight_files(folder):
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - FINGERPRINT_BYTES))
-            crc = zlib.crc32(file.read() + str(size).encode(), crc)
-    return f"{crc:08x}"
+class _Loader:
+    """``whole`` is the model, ``part`` this rank's shard of it: layer by layer the same kinds of parts."""
 
+    def __init__(self, tensors: Tensors, whole: ModelConfig, part: ModelConfig, shard: Shard) -> None:
+        self._t, self._whole, self._part, self._shard = tensors, whole, part, shard
+        self._hidden = whole.hidden_size
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UnsupportedModel(f"{index.name}: not a valid shard index ({error!r})") from None
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise UnsupportedModel(f"{index.name}: names missing shards: {', '.join(missing)}")
-        return [folder / name for name in names]
-    if single.exists():
-        return [single]
-    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-    if pickled:
-        raise UnsupportedModel(f"{pickled[0]}: pickled weights are refused; convert the checkpoint to safetensors")
-    raise UnsupportedModel(f"model.safetensors: not found in {folder}; supported: safetensors, single or sharded")
+    def decoder(self) -> DecoderWeights:
+        table = self._vocabulary("model.embed_tokens.weight")
+        layers = [
+            self._layer(f"model.layers.{i}", whole, part)
+            for i, (whole, part) in enumerate(zip(self._whole.layers, self._part.layers, strict=True))
+        ]
+        head = table if self._whole.tie_embeddings else self._vocabulary("lm_head.weight")
+        return DecoderWeights(table, layers, self._norm("model.norm", self._hidden), head)
 
-
-class _Tensors:
-    """The tensors of a checkpoint by name; remembers which were taken."""
-
-    def __init__(self, files: list[Path], stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._by_name = {}
-        for path in files:
-            try:
-                opened = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise UnsupportedModel(f"{path.name}: not a readable safetensors file ({error})") from None
-            self._by_name.update(dict.fromkeys(opened.keys(), opened))
-        self._taken: set[str] = set()
-
-    def take(self, name: str, *shape: int, dim: int = 0, part: Part | None = None) -> Tensor:
-        """A tensor of that shape, or positions ``part`` of its dimension ``dim``. Reads no more than it returns."""
-        if name not in self._by_name:
-            raise UnsupportedModel(f"{name}: this tensor is missing from the checkpoint")
-        self._taken.add(name)
-        stored = self._by_name[name].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise UnsupportedModel(f"{name}: has shape {tuple(stored.get_shape())}, config.json asks for {shape}")
-        tensor: Tensor = stored[:] if part is None else stored[slice(*part)] if dim == 0 else stored[:, slice(*part)]
-        if not tensor.dtype.is_floating_point:
-            raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
-        return tensor.to(self._device, self._dtype).contiguous()
-
-    def stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Tensor:
-        """Parts of several tensors, concatenated along the first dimension."""
-        return torch.cat([self.take(name, size, *shape, part=part) for name, size, part in parts])
-
-    def refuse_unused(self, *, tied: bool) -> None:
-        # Tied checkpoints may contain the head too, and old ones rope's inverse frequencies.
-        unused = sorted(
-            name
-            for name in set(self._by_name) - self._taken
-            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
+    def _layer(self, name: str, whole: LayerSpec, part: LayerSpec) -> LayerWeights:
+        if isinstance(whole.mixer, LatentSpec):
+            mixer: AttentionWeights | LatentWeights = self._latent(f"{name}.self_attn", whole.mixer)
+        else:
+            assert isinstance(part.mixer, AttentionSpec)
+            mixer = self._attention(f"{name}.self_attn", whole.mixer, part.mixer)
+        if isinstance(whole.feed_forward, ExpertsSpec):
+            assert isinstance(part.feed_forward, ExpertsSpec)
+            feed_forward: MLPWeights | ExpertsWeights = self._experts(name, whole.feed_forward, part.feed_forward)
+        else:
+            feed_forward = self._mlp(f"{name}.mlp", whole.feed_forward)
+        before_mixer, after_mixer, before_feed_forward, after_feed_forward = (
+            self._norm(f"{name}.{norm}", self._hidden) if norm else None for norm in whole.norms
         )
-        if unused:
-            raise UnsupportedModel(f"{unused[0]}: the checkpoint has a tensor that this architecture does not use")
+        return LayerWeights(before_mixer, after_mixer, before_feed_forward, after_feed_forward, mixer, feed_forward)
 
+    # ---- mixers ------------------------------------------------------------------------------------
 
-def _assemble(t: _Tensors, c: ModelConfig, shard: Shard) -> DecoderWeights:
-    """This rank's part of the model ``c``: its heads' or its neurons' rows or columns of each projection."""
-    hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    q, mlp = shard.of(q_size), shard.of(c.intermediate_size)
-    # With more ranks than KV heads, neighbouring ranks hold the KV head of their query heads.
-    kv_head = shard.rank * c.num_kv_heads // shard.size
-    kv = (kv_head * c.head_dim, (kv_head + max(1, c.num_kv_heads // shard.size)) * c.head_dim)
+    def _attention(self, name: str, whole: AttentionSpec, part: AttentionSpec) -> AttentionWeights:
+        dim, shard = whole.head_dim, self._shard
+        q_size, kv_size = whole.num_heads * dim, whole.num_kv_heads * dim
+        q = shard.of(q_size)
+        # With more ranks than KV heads, neighbouring ranks hold the KV head of their query heads.
+        kv_head = shard.rank * whole.num_kv_heads // shard.size
+        kv = (kv_head * dim, (kv_head + part.num_kv_heads) * dim)
+        qkv = [
+            (f"{name}.{p}_proj", n, mine) for p, n, mine in (("q", q_size, q), ("k", kv_size, kv), ("v", kv_size, kv))
+        ]
+        norms: list[Tensor | None] = [None, None]
+        if whole.qk_norm is QKNorm.HEAD:
+            norms = [self._norm(f"{name}.{p}_norm", dim) for p in "qk"]
+        elif whole.qk_norm is QKNorm.ALL:
+            norms = [self._norm(f"{name}.{p}_norm", n, mine) for p, n, mine in (("q", q_size, q), ("k", kv_size, kv))]
+        heads = (shard.rank * part.num_heads, (shard.rank + 1) * part.num_heads)
+        return AttentionWeights(
+            qkv=self._fused_qkv(name, q_size, kv_size, q, kv)
+            if whole.fused_qkv
+            else self._t.stack([(f"{p}.weight", n, mine) for p, n, mine in qkv], self._hidden),
+            qkv_bias=self._t.stack([(f"{p}.bias", n, mine) for p, n, mine in qkv]) if whole.qkv_bias else None,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            sinks=self._t.take(f"{name}.sinks", whole.num_heads, part=heads) if whole.sinks else None,
+            o=self._t.take(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
+            o_bias=self._row_bias(f"{name}.o_proj.bias", whole.o_bias),
+        )
 
-    def row_bias(name: str, present: bool) -> Tensor | None:
+    def _fused_qkv(self, name: str, q_size: int, kv_size: int, q: Part, kv: Part) -> Tensor:
+        rows = self._t.take(f"{name}.qkv_proj.weight", q_size + 2 * kv_size, self._hidden)
+        whole = rows.split((q_size, kv_size, kv_size))
+        return torch.cat([tensor[slice(*mine)] for tensor, mine in zip(whole, (q, kv, kv), strict=True)])
+
+    def _latent(self, name: str, spec: LatentSpec) -> LatentWeights:
+        t, hidden, heads = self._t, self._hidden, spec.num_heads
+        first, end = self._shard.of(heads)
+        q_dim, kv_dim = spec.nope_dim + spec.rope.dim, spec.nope_dim + spec.v_dim
+        q_name, q_in = ("q_b_proj", spec.q_rank) if spec.q_rank else ("q_proj", hidden)
+        q_b = t.take(f"{name}.{q_name}.weight", heads * q_dim, q_in, part=(first * q_dim, end * q_dim))
+        kv_a = t.take(f"{name}.kv_a_proj_with_mqa.weight", spec.latent_dim, hidden)
+        kv_a_bias = t.take(f"{name}.kv_a_proj_with_mqa.bias", spec.latent_dim) if spec.bias else None
+        kv_b = t.take(f"{name}.kv_b_proj.weight", heads * kv_dim, spec.kv_rank, part=(first * kv_dim, end * kv_dim))
+        key, value = kv_b.view(end - first, kv_dim, spec.kv_rank).split((spec.nope_dim, spec.v_dim), dim=1)
+        if spec.interleaved:
+            q_b = _halves(q_b.view(end - first, q_dim, q_in), spec.rope.dim).reshape(-1, q_in)
+            kv_a = _halves(kv_a, spec.rope.dim)
+            kv_a_bias = None if kv_a_bias is None else _halves(kv_a_bias[:, None], spec.rope.dim)[:, 0]
+        v_part = (first * spec.v_dim, end * spec.v_dim)
+        return LatentWeights(
+            q_a=t.take(f"{name}.q_a_proj.weight", spec.q_rank, hidden) if spec.q_rank else None,
+            q_a_bias=t.take(f"{name}.q_a_proj.bias", spec.q_rank) if spec.q_rank and spec.bias else None,
+            q_a_norm=self._norm(f"{name}.q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            q_b=q_b,
+            kv_a=kv_a,
+            kv_a_bias=kv_a_bias,
+            kv_a_norm=self._norm(f"{name}.kv_a_layernorm", spec.kv_rank),
+            key=key.contiguous(),
+            value=value.contiguous(),
+            o=t.take(f"{name}.o_proj.weight", hidden, heads * spec.v_dim, dim=1, part=v_part),
+            o_bias=self._row_bias(f"{name}.o_proj.bias", spec.bias),
+        )
+
+    # ---- feed-forward parts ------------------------------------------------------------------------
+
+    def _mlp(self, name: str, spec: MLPSpec) -> MLPWeights:
+        t, size, mine = self._t, spec.size, self._shard.of(spec.size)
+        gate_up = [(f"{name}.{p}_proj", size, mine) for p in ("gate", "up")]
+        if spec.fused_gate_up:
+            gate, up = t.take(f"{name}.gate_up_proj.weight", 2 * size, self._hidden).chunk(2)
+            both = torch.cat((gate[slice(*mine)], up[slice(*mine)]))
+        else:
+            both = t.stack([(f"{p}.weight", n, part) for p, n, part in gate_up], self._hidden)
+        return MLPWeights(
+            gate_up=both,
+            gate_up_bias=t.stack([(f"{p}.bias", n, part) for p, n, part in gate_up]) if spec.bias else None,
+            down=t.take(f"{name}.down_proj.weight", self._hidden, size, dim=1, part=mine),
+            down_bias=self._row_bias(f"{name}.down_proj.bias", spec.bias),
+        )
+
+    def _experts(self, layer: str, whole: ExpertsSpec, part: ExpertsSpec) -> ExpertsWeights:
+        t, names, router = self._t, EXPERT_NAMES[whole.layout], whole.router
+        block = f"{layer}.{names.block}"
+        load = self._gpt_oss_experts if whole.layout == "gpt_oss" else self._separate_experts
+        gate_up, gate_up_bias, down, down_bias = load(block, names, whole, part)
+        shared = self._mlp(f"{block}.{names.shared}", whole.shared) if whole.shared is not None else None
+        gate_name, bias_name = f"{block}.{names.shared}_gate.weight", f"{block}.{names.router}.e_score_correction_bias"
+        return ExpertsWeights(
+            router=t.take(f"{block}.{names.router}.weight", router.num_experts, self._hidden),
+            router_bias=t.take(f"{block}.{names.router}.bias", router.num_experts) if router.bias else None,
+            choice_bias=t.take(bias_name, router.num_experts, dtype=torch.float32) if router.choice_bias else None,
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+            shared=shared,
+            shared_gate=t.take(gate_name, 1, self._hidden) if whole.shared_gate else None,
+        )
+
+    def _separate_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
+        """Experts with a tensor for each projection; this rank's, or its share of each."""
+        t, hidden, size, mine = self._t, self._hidden, whole.size, self._width(whole)
+        gate_up, down = [], []
+        for expert in self._local(whole, part):
+            gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
+            gate_up.append(t.stack([(gate, size, mine), (up, size, mine)], hidden))
+            down.append(t.take(out, hidden, size, dim=1, part=mine))
+        for expert in set(range(whole.router.num_experts)) - set(self._local(whole, part)):
+            t.skip(f"{block}.experts.{expert}.")
+        return torch.stack(gate_up), None, torch.stack(down), None
+
+    def _gpt_oss_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
+        """All experts in one tensor, their gates and ups interleaved, in MXFP4 or as they are."""
+        t, hidden, size, num = self._t, self._hidden, whole.size, whole.router.num_experts
+        name, mine = f"{block}.experts", slice(*self._width(whole))
+        if t.has(f"{name}.gate_up_proj_blocks"):
+            gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden)
+            down = t.take_mxfp4(f"{name}.down_proj", num, hidden, size)
+        else:
+            gate_up = t.take(f"{name}.gate_up_proj", num, hidden, 2 * size).transpose(1, 2)
+            down = t.take(f"{name}.down_proj", num, size, hidden).transpose(1, 2)
+        bias = t.take(f"{name}.gate_up_proj_bias", num, 2 * size)
+        down_bias = t.take(f"{name}.down_proj_bias", num, hidden)
+        local = slice(part.first, part.first + (part.num_local or num))
+        adds_bias = self._shard.by_expert or self._shard.rank == 0
+        both = torch.cat((gate_up[local, ::2][:, mine], gate_up[local, 1::2][:, mine]), dim=1).contiguous()
+        both_bias = torch.cat((bias[local, ::2][:, mine], bias[local, 1::2][:, mine]), dim=1)
+        return both, both_bias, down[local, :, mine].contiguous(), down_bias[local] if adds_bias else None
+
+    def _width(self, spec: ExpertsSpec) -> Part:
+        """This rank's share of each expert's width."""
+        return (0, spec.size) if self._shard.by_expert else self._shard.of(spec.size)
+
+    def _local(self, whole: ExpertsSpec, part: ExpertsSpec) -> range:
+        return range(part.first, part.first + (part.num_local or whole.router.num_experts))
+
+    # ---- shared ------------------------------------------------------------------------------------
+
+    def _norm(self, name: str, size: int, part: Part | None = None) -> Tensor:
+        if self._whole.norm_adds_one:
+            return self._t.take(f"{name}.weight", size, part=part, dtype=torch.float32) + 1.0
+        return self._t.take(f"{name}.weight", size, part=part)
+
+    def _row_bias(self, name: str, present: bool) -> Tensor | None:
         # A row-parallel product is summed over the ranks, so only one of them adds the bias.
-        bias = t.take(name, hidden) if present else None
-        return bias if shard.rank == 0 else None
+        bias = self._t.take(name, self._hidden) if present else None
+        return bias if self._shard.rank == 0 else None
 
-    table = _vocabulary(t, "model.embed_tokens.weight", c, shard)
-    layers = []
-    for i in range(c.num_layers):
-        name = f"model.layers.{i}"
-        attention = (("q", q_size, q), ("k", kv_size, kv), ("v", kv_size, kv))
-        qkv = [(f"{name}.self_attn.{p}_proj", n, part) for p, n, part in attention]
-        gate_up = [(f"{name}.mlp.{p}_proj", c.intermediate_size, mlp) for p in ("gate", "up")]
-        layers.append(
-            LayerWeights(
-                input_norm=t.take(f"{name}.input_layernorm.weight", hidden),
-                qkv=t.stack([(f"{part}.weight", n, mine) for part, n, mine in qkv], hidden),
-                qkv_bias=t.stack([(f"{part}.bias", n, mine) for part, n, mine in qkv]) if c.qkv_bias else None,
-                q_norm=t.take(f"{name}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
-                k_norm=t.take(f"{name}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
-                o=t.take(f"{name}.self_attn.o_proj.weight", hidden, q_size, dim=1, part=q),
-                o_bias=row_bias(f"{name}.self_attn.o_proj.bias", c.o_bias),
-                post_norm=t.take(f"{name}.post_attention_layernorm.weight", hidden),
-                gate_up=t.stack([(f"{part}.weight", n, mine) for part, n, mine in gate_up], hidden),
-                gate_up_bias=t.stack([(f"{part}.bias", n, mine) for part, n, mine in gate_up]) if c.mlp_bias else None,
-                down=t.take(f"{name}.mlp.down_proj.weight", hidden, c.intermediate_size, dim=1, part=mlp),
-                down_bias=row_bias(f"{name}.mlp.down_proj.bias", c.mlp_bias),
-            )
-        )
-    head = table if c.tie_embeddings else _vocabulary(t, "lm_head.weight", c, shard)
-    return DecoderWeights(table, layers, t.take("model.norm.weight", hidden), head)
+    def _vocabulary(self, name: str) -> Tensor:
+        """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""
+        total, shard = self._whole.vocab_size, self._shard
+        start, end = shard.of(total)
+        rows = self._t.take(name, total, self._hidden, part=(start, end))
+        return pad(rows, (0, 0, 0, -(-total // shard.size) - (end - start)))
 
 
-def _vocabulary(t: _Tensors, name: str, c: ModelConfig, shard: Shard) -> Tensor:
-    """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""
-    start, end = shard.of(c.vocab_size)
-    rows = t.take(name, c.vocab_size, c.hidden_size, part=(start, end))
-    return pad(rows, (0, 0, 0, -(-c.vocab_size // shard.size) - (end - start)))
+def _halves(weight: Tensor, rope_dim: int) -> Tensor:
+    """Rows whose last ``rope_dim`` (of the next to last dimension) were interleaved, with their halves one after
+    the other: the rotary embedding then rotates halves, as everywhere else."""
+    rest, turned = weight.split((weight.shape[-2] - rope_dim, rope_dim), dim=-2)
+    return torch.cat((rest, turned[..., ::2, :], turned[..., 1::2, :]), dim=-2)

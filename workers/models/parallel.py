@@ -14,6 +14,8 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    by_expert: bool = False
+    """A rank has whole experts, not each expert's share."""
 
     def of(self, total: int) -> tuple[int, int]:
         """This rank's ``[start, end)`` of ``total`` equal shares; the last ones are short if it does not divide."""

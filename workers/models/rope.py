@@ -7,35 +7,39 @@ import math
 import torch
 from torch import Tensor
 
-from workers.models.config import RopeConfig
+from workers.models.spec import RopeConfig
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each fp32 ``[num_positions, head_dim]`` (the two halves repeat)."""
-    inverse, magnitude = inverse_frequencies(rope, head_dim)
+def rope_table(rope: RopeConfig, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each fp32 ``[num_positions, rope.dim]`` (the two halves repeat)."""
+    inverse, magnitude = inverse_frequencies(rope, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies ``[head_dim / 2]`` and the factor on the cosines and sines."""
-    base = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(rope: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies ``[rope.dim / 2]`` and the factor on the cosines and sines."""
+    base = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     p = rope.parameters
     if rope.rope_type == "linear":
         return base / p["factor"], 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, p["factor"], p["low_freq_factor"], p["high_freq_factor"], _trained_len(rope)), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(base, rope, head_dim), _yarn_magnitude(rope)
+        return _yarn(base, rope), _yarn_magnitude(rope)
+    if rope.rope_type == "longrope":
+        return _longrope(base, rope, num_positions)
     return base, 1.0
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x [tokens, heads, head_dim]`` by its positions' ``cos, sin [tokens, 1, head_dim]``."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + rotated * sin
+    """Rotate the first elements of ``x [tokens, heads, head_dim]`` by ``cos, sin [tokens, 1, rope_dim]``."""
+    dim = cos.shape[-1]
+    turned, rest = x[..., :dim], x[..., dim:]
+    rotated = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
+    turned = turned * cos + rotated * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _trained_len(rope: RopeConfig) -> int:
@@ -49,9 +53,9 @@ def _llama3(base: Tensor, factor: float, low: float, high: float, trained_len: i
     return (1 - blend) * base / factor + blend * base
 
 
-def _yarn(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
     """YaRN (arXiv:2309.00071): interpolate slow dimensions, keep fast ones, with a ramp in between."""
-    p = rope.parameters
+    p, head_dim = rope.parameters, rope.dim
 
     def dimension(num_rotations: float) -> float:
         turns = _trained_len(rope) / (num_rotations * 2 * math.pi)
@@ -77,3 +81,18 @@ def _yarn_magnitude(rope: RopeConfig) -> float:
     if p.get("mscale") and p.get("mscale_all_dim"):
         return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
     return mscale(1.0)
+
+
+def _longrope(base: Tensor, rope: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): one set of factors for short contexts, one for long ones.
+
+    Which one is used depends on the context that is served, not on a sequence's length so far: a session's
+    cached keys must not change their meaning when it grows (vLLM decides so too).
+    """
+    p, trained_len = rope.parameters, _trained_len(rope)
+    factor = p.get("factor") or p["max_position_embeddings"] / trained_len
+    magnitude = p.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(trained_len)) if factor > 1 else 1.0
+    factors = torch.tensor(p["long_factor" if num_positions > trained_len else "short_factor"], dtype=torch.float32)
+    return base / factors, float(magnitude)

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
+from workers.kv.page_table import GroupTables
 from workers.scheduling.turn import Turn
 
 
@@ -59,9 +60,7 @@ class Scheduler:
     def __init__(self, cache: SessionCache, limits: SchedulerLimits) -> None:
         self.cache = cache
         self.limits = limits
-        # One page is reserved for a copy on write, so that any admitted turn can run alone to its end.
-        self.pool_tokens = (cache.pool.num_pages - 1) * cache.page_size
-        self.max_len = min(limits.context_len, self.pool_tokens)
+        self.max_len = min(limits.context_len, *(self._max_len(group) for group in cache.groups))
         self.waiting: deque[Turn] = deque()
         self.running: dict[str, Turn] = {}
         self.turns: dict[str, Turn] = {}
@@ -125,6 +124,14 @@ class Scheduler:
 
     # ---- inside ----------------------------------------------------------------------------------
 
+    def _max_len(self, group: GroupTables) -> int:
+        """The length up to which any turn can run alone in the group's pool."""
+        # One page is reserved for a copy on write.
+        num_pages, size = group.pool.num_pages - 1, self.cache.page_size
+        if group.window and num_pages >= self.cache.window_pages(group, self.limits.step_tokens):
+            return self.limits.context_len
+        return num_pages * size
+
     def _todo(self, turn: Turn) -> int:
         return len(turn.tokens) - self.cache.slots[turn.session_id].committed_len
 
@@ -161,17 +168,30 @@ class Scheduler:
         waiting = (t for t in self.running.values() if t.turn_id not in work)
         prefills = sorted(waiting, key=self._todo)
         for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
-            count = min(self._todo(turn), -(-budget // left))
-            if count > 0:
+            count = min(self._todo(turn), -(-budget // left)) if turn.turn_id in self.running else 0
+            if count > 0 and self._extend_windows(turn, count, work):
                 work[turn.turn_id] = self._work(turn, count)
                 budget -= count
+
+    def _extend_windows(self, turn: Turn, count: int, work: dict[str, Work]) -> bool:
+        """Hold pages for a running prefill's next chunk in the window groups; the others hold the whole prompt's.
+
+        Retracts the youngest turns until there is room. Returns False if ``turn`` was retracted itself.
+        """
+        while self.cache.windows and turn.turn_id in self.running:
+            try:
+                self.cache.extend(turn.session_id, count)
+                return True
+            except OutOfPages:
+                self._retract(max(self.running.values(), key=attrgetter("arrival")), work)
+        return turn.turn_id in self.running
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:
         """Admit turns in order until ``budget`` tokens are planned. Returns how many were."""
         left = budget
         while self.waiting and left > 0 and len(self.running) < self.limits.max_running:
             turn = self._next_waiting()
-            if self._head_is_blocked or not self._take_pages(turn):
+            if self._head_is_blocked or not self._take_pages(turn, left):
                 self._head_is_blocked = True
                 break
             self.waiting.remove(turn)
@@ -186,8 +206,11 @@ class Scheduler:
         running = Counter(turn.tenant for turn in self.running.values())
         return min(self.waiting, key=lambda turn: running[turn.tenant])
 
-    def _take_pages(self, turn: Turn) -> bool:
-        """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return False."""
+    def _take_pages(self, turn: Turn, budget: int) -> bool:
+        """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return False.
+
+        Window groups hold pages for the first ``budget`` tokens: the next chunks reuse what the window frees.
+        """
         cache = self.cache
         try:
             slot = cache.open(turn.session_id, turn.tenant, ephemeral=turn.ephemeral)
@@ -201,7 +224,11 @@ class Scheduler:
             turn.session_id, turn.turn_id, turn.tokens, keep_len, match_prefix=turn.params.logprob_start < 0
         )
         try:
-            cache.extend(turn.session_id, len(turn.tokens) - cached_len)
+            num_missing = len(turn.tokens) - cached_len
+            if cache.windows and num_missing > budget:
+                cache.reserve(turn.session_id, num_missing)
+                num_missing = budget
+            cache.extend(turn.session_id, num_missing)
         except OutOfPages:
             cache.finish(turn.session_id, turn.turn_id, Outcome.RETRACTED)
             return False

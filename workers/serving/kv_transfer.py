@@ -6,7 +6,8 @@ import asyncio
 import time
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,7 +19,7 @@ from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import kv_pb2, kv_pb2_grpc, rank_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, abort_with, error_from_rpc, sent_error
 from workers.engine.leader import Leader
-from workers.engine.migration import ExportedKV, PendingImport, read_pages, write_pages
+from workers.engine.migration import Columns, ExportedKV, PendingImport, read_pages, write_pages
 from workers.engine.rank import Rank
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
@@ -51,14 +52,21 @@ class KVServer(kv_pb2_grpc.KVServiceServicer):
         self._owner = owner
 
     async def Read(self, request: kv_pb2.ReadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[kv_pb2.Pages]:
-        rank, at = self._owner.rank, request.first_page
-        per_chunk = max(1, CHUNK_BYTES // rank.kv.page_bytes)
+        rank = self._owner.rank
         try:
-            while at < request.end_page:
-                end = min(at + per_chunk, request.end_page)
-                pages = await result_of(self._owner.call(partial(read_pages, rank, request.transfer_id, at, end)))
-                yield kv_pb2.Pages(first_page=at, data=b"".join(pages), crcs=[zlib.crc32(page) for page in pages])
-                at = end
+            for group, columns in enumerate(_unpack(request.columns)):
+                per_chunk = max(1, CHUNK_BYTES // rank.kv.page_bytes[group])
+                for first in range(0, len(columns), per_chunk):
+                    part = columns[first : first + per_chunk]
+                    pages = await result_of(
+                        self._owner.call(partial(read_pages, rank, request.transfer_id, group, part))
+                    )
+                    yield kv_pb2.Pages(
+                        group=group,
+                        columns=pack_tokens(array("i", part)),
+                        data=b"".join(pages),
+                        crcs=[zlib.crc32(page) for page in pages],
+                    )
         except HoldfastError as error:
             await abort_with(context, error)
 
@@ -68,18 +76,19 @@ async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest) -> int:
 
     Raises MigrationRefused, DeadlineExceeded, NoWorkerAvailable.
     """
-    at, num_retries = request.first_page, 0
+    missing, num_retries, num_bytes = _unpack(request.columns), 0, 0
     try:
         async with asyncio.timeout(request.timeout_s), _channel(request.address) as channel:
             stub = kv_pb2_grpc.KVServiceStub(channel)
-            while at < request.end_page:
-                wanted = kv_pb2.ReadRequest(transfer_id=request.transfer_id, first_page=at, end_page=request.end_page)
-                call = stub.Read(wanted)
+            while any(missing):
+                call = stub.Read(kv_pb2.ReadRequest(transfer_id=request.transfer_id, columns=_pack(missing)))
                 try:
                     async for chunk in call:
-                        pages = _pages_of(chunk, at, owner.rank.kv.page_bytes)
-                        await result_of(owner.call(partial(write_pages, owner.rank, request, at, pages)))
-                        at += len(pages)
+                        columns, pages = _pages_of(chunk, missing, owner.rank.kv.page_bytes)
+                        write = partial(write_pages, owner.rank, request, chunk.group, columns, pages)
+                        await result_of(owner.call(write))
+                        del missing[chunk.group][: len(columns)]
+                        num_bytes += len(chunk.data)
                 except grpc.aio.AioRpcError as error:
                     if sent_error(error) is not None or num_retries == MAX_RETRIES:
                         raise error_from_rpc(error) from None
@@ -88,12 +97,12 @@ async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest) -> int:
                         raise MigrationRefused(str(damaged)) from None
                 finally:
                     call.cancel()
-                if at < request.end_page:
+                if any(missing):
                     num_retries += 1
                     await asyncio.sleep(RETRY_PAUSE_S)
     except TimeoutError:
-        raise DeadlineExceeded(f"{at - request.first_page} pages arrived within {request.timeout_s:.1f} s") from None
-    return (request.end_page - request.first_page) * owner.rank.kv.page_bytes
+        raise DeadlineExceeded(f"{num_bytes} bytes of KV arrived within {request.timeout_s:.1f} s") from None
+    return num_bytes
 
 
 class Importer:
@@ -139,7 +148,13 @@ class Importer:
             raise MigrationRefused("the source closed the stream")
         if sent.layout != self._leader.rank.layout:
             raise MigrationRefused(f"the source's pages have layout {sent.layout}, not {self._leader.rank.layout}")
-        exported = ExportedKV(sent.tenant, unpack_tokens(sent.tokens), sent.committed_len)
+        exported = ExportedKV(
+            sent.tenant,
+            unpack_tokens(sent.tokens),
+            sent.committed_len,
+            unpack_tokens(sent.turn_starts).tolist(),
+            _unpack(sent.columns),
+        )
         begun = migrations.begin_import(session_id, request.epoch, transfer_id, exported)
         try:
             pending = await result_of(begun)
@@ -149,15 +164,15 @@ class Importer:
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
-        num_pages = pending.end_page - pending.first_page
-        return worker_pb2.ImportResponse(committed_len=reached, pages=num_pages, bytes=num_bytes)
+        return worker_pb2.ImportResponse(committed_len=reached, pages=pending.num_pages, bytes=num_bytes)
 
     def _refuse_slow(self, pending: PendingImport) -> None:
         speed, bandwidth = self._leader.prefill_tokens_per_s, self._bytes_per_s
         if not speed or not bandwidth:
             return
         rank = self._leader.rank
-        num_bytes = (pending.end_page - pending.first_page) * rank.kv.page_bytes * rank.shard.size
+        sizes = zip(pending.columns, rank.kv.page_bytes, strict=True)
+        num_bytes = sum(len(part) * page_bytes for part, page_bytes in sizes) * rank.shard.size
         compute_s = (pending.committed_len - pending.cached_len) / speed
         if num_bytes / bandwidth > compute_s:
             self._num_refused += 1
@@ -166,15 +181,14 @@ class Importer:
 
     async def _fetch(self, session_id: str, pending: PendingImport, addresses: list[str], timeout_s: float) -> int:
         """Have every rank read its pages from its counterpart, in parallel. Returns the bytes read."""
-        if pending.first_page == pending.end_page:
+        if not pending.num_pages:
             return 0
         requests = [
             rank_pb2.FetchRequest(
                 session_id=session_id,
                 transfer_id=pending.transfer_id,
                 address=address,
-                first_page=pending.first_page,
-                end_page=pending.end_page,
+                columns=_pack(pending.columns),
                 timeout_s=timeout_s,
             )
             for address in addresses
@@ -195,6 +209,8 @@ async def export_session(
             committed_len=exported.committed_len,
             layout=leader.rank.layout,
             addresses=addresses,
+            columns=_pack(exported.columns),
+            turn_starts=pack_tokens(array("i", exported.turn_starts)),
         )
         await asyncio.sleep(request.timeout_s)  # the reader has given up by then
     finally:
@@ -205,16 +221,26 @@ class _DamagedPages(Exception):
     """Received pages differ from those that were sent."""
 
 
-def _pages_of(chunk: kv_pb2.Pages, expected_first: int, page_bytes: int) -> list[bytes]:
-    if chunk.first_page != expected_first or len(chunk.data) != page_bytes * len(chunk.crcs):
-        raise _DamagedPages(
-            f"received page {chunk.first_page} in {len(chunk.data)} bytes, expected page {expected_first}"
-        )
-    pages = [chunk.data[i * page_bytes : (i + 1) * page_bytes] for i in range(len(chunk.crcs))]
-    for i, (page, crc) in enumerate(zip(pages, chunk.crcs, strict=True)):
+def _pages_of(chunk: kv_pb2.Pages, missing: Columns, page_bytes: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    columns = unpack_tokens(chunk.columns).tolist()
+    group, size = chunk.group, page_bytes[chunk.group] if chunk.group < len(page_bytes) else 0
+    if not columns or not size or columns != missing[group][: len(columns)]:
+        raise _DamagedPages(f"received pages {columns} of group {group}, which were not asked for")
+    if len(chunk.crcs) != len(columns) or len(chunk.data) != size * len(columns):
+        raise _DamagedPages(f"received {len(columns)} pages of group {group} in {len(chunk.data)} bytes")
+    pages = [chunk.data[i * size : (i + 1) * size] for i in range(len(columns))]
+    for column, page, crc in zip(columns, pages, chunk.crcs, strict=True):
         if zlib.crc32(page) != crc:
-            raise _DamagedPages(f"page {expected_first + i} does not match its checksum")
-    return pages
+            raise _DamagedPages(f"page {column} of group {group} does not match its checksum")
+    return columns, pages
+
+
+def _pack(columns: Columns) -> list[bytes]:
+    return [pack_tokens(array("i", part)) for part in columns]
+
+
+def _unpack(columns: Sequence[bytes]) -> Columns:
+    return [unpack_tokens(part).tolist() for part in columns]
 
 
 def _channel(address: str) -> grpc.aio.Channel:

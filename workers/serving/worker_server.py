@@ -295,16 +295,22 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _stats(self) -> worker_pb2.WorkerStats:
         # Read while the engine runs: each figure is exact, but they may be of different steps.
-        scheduler, pool = self._leader.scheduler, self._leader.cache.pool
+        scheduler = self._leader.scheduler
         counters = Counter(self._leader.counters)
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             pid=os.getpid(),
-            pages_total=pool.num_pages,
-            pages_free=pool.num_free,
-            pages_cached=pool.num_cached,
-            pages_held=pool.num_held,
+            groups=[
+                worker_pb2.GroupPages(
+                    group=group.name,
+                    total=group.pool.num_pages,
+                    free=group.pool.num_free,
+                    cached=group.pool.num_cached,
+                    held=group.pool.num_held,
+                )
+                for group in self._leader.cache.groups
+            ],
             sessions=len(self._leader.cache.slots),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),

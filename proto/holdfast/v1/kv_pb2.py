@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14holdfast/v1/kv.proto\x12\x0bholdfast.v1\"H\n\x0bReadRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nfirst_page\x18\x02 \x01(\x05\x12\x10\n\x08\x65nd_page\x18\x03 \x01(\x05\"7\n\x05Pages\x12\x12\n\nfirst_page\x18\x01 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\x07\x32\x43\n\tKVService\x12\x36\n\x04Read\x12\x18.holdfast.v1.ReadRequest\x1a\x12.holdfast.v1.Pages0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14holdfast/v1/kv.proto\x12\x0bholdfast.v1\"3\n\x0bReadRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\x0c\"C\n\x05Pages\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04\x63rcs\x18\x04 \x03(\x07\x32\x43\n\tKVService\x12\x36\n\x04Read\x12\x18.holdfast.v1.ReadRequest\x1a\x12.holdfast.v1.Pages0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdfast.v1.kv_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_READREQUEST']._serialized_start=37
-  _globals['_READREQUEST']._serialized_end=109
-  _globals['_PAGES']._serialized_start=111
-  _globals['_PAGES']._serialized_end=166
-  _globals['_KVSERVICE']._serialized_start=168
-  _globals['_KVSERVICE']._serialized_end=235
+  _globals['_READREQUEST']._serialized_end=88
+  _globals['_PAGES']._serialized_start=90
+  _globals['_PAGES']._serialized_end=157
+  _globals['_KVSERVICE']._serialized_start=159
+  _globals['_KVSERVICE']._serialized_end=226
 # @@protoc_insertion_point(module_scope)

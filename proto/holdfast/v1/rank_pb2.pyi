@@ -60,7 +60,7 @@ class Entry(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., index: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Op(_message.Message):
-    __slots__ = ("open", "resume", "extend", "commit", "finish", "free_tail", "release", "fork", "flush", "measure", "audit")
+    __slots__ = ("open", "resume", "extend", "commit", "finish", "free_tail", "release", "fork", "flush", "measure", "audit", "extend_imported")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Op(_message.Message):
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_IMPORTED_FIELD_NUMBER: _ClassVar[int]
     open: OpenOp
     resume: ResumeOp
     extend: ExtendOp
@@ -83,7 +84,8 @@ class Op(_message.Message):
     flush: FlushOp
     measure: MeasureOp
     audit: AuditOp
-    def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ...) -> None: ...
+    extend_imported: ExtendImportedOp
+    def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ..., extend_imported: _Optional[_Union[ExtendImportedOp, _Mapping]] = ...) -> None: ...
 
 class OpenOp(_message.Message):
     __slots__ = ("session_id", "tenant", "ephemeral")
@@ -110,12 +112,26 @@ class ResumeOp(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., turn_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., keep_len: _Optional[int] = ..., match_prefix: bool = ...) -> None: ...
 
 class ExtendOp(_message.Message):
-    __slots__ = ("rows", "num_tokens")
+    __slots__ = ("rows", "num_tokens", "reserve")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
     rows: bytes
     num_tokens: int
-    def __init__(self, rows: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    reserve: bool
+    def __init__(self, rows: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., reserve: bool = ...) -> None: ...
+
+class ExtendImportedOp(_message.Message):
+    __slots__ = ("session_id", "num_tokens", "turn_starts", "columns")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TURN_STARTS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    num_tokens: int
+    turn_starts: bytes
+    columns: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., turn_starts: _Optional[bytes] = ..., columns: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CommitOp(_message.Message):
     __slots__ = ("rows", "counts", "tokens")
@@ -201,25 +217,29 @@ class Ack(_message.Message):
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     index: int
     digest: int
-    pages_freed: _containers.RepeatedScalarFieldContainer[int]
+    pages_freed: _containers.RepeatedCompositeFieldContainer[PagesFreed]
     audit: _worker_pb2.AuditReport
-    def __init__(self, index: _Optional[int] = ..., digest: _Optional[int] = ..., pages_freed: _Optional[_Iterable[int]] = ..., audit: _Optional[_Union[_worker_pb2.AuditReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., digest: _Optional[int] = ..., pages_freed: _Optional[_Iterable[_Union[PagesFreed, _Mapping]]] = ..., audit: _Optional[_Union[_worker_pb2.AuditReport, _Mapping]] = ...) -> None: ...
+
+class PagesFreed(_message.Message):
+    __slots__ = ("by_group",)
+    BY_GROUP_FIELD_NUMBER: _ClassVar[int]
+    by_group: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, by_group: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("session_id", "transfer_id", "address", "first_page", "end_page", "timeout_s")
+    __slots__ = ("session_id", "transfer_id", "address", "columns", "timeout_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
-    END_PAGE_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     transfer_id: str
     address: str
-    first_page: int
-    end_page: int
+    columns: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_s: float
-    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., first_page: _Optional[int] = ..., end_page: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., columns: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("bytes",)

@@ -134,16 +134,18 @@ class ControlResponse(_message.Message):
     def __init__(self, log_index: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankAnswer, _Mapping]]] = ...) -> None: ...
 
 class RankAnswer(_message.Message):
-    __slots__ = ("rank", "log_index", "pages_freed", "digest")
+    __slots__ = ("rank", "log_index", "pages_freed", "digest", "pages_freed_by_group")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LOG_INDEX_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREED_BY_GROUP_FIELD_NUMBER: _ClassVar[int]
     rank: int
     log_index: int
     pages_freed: int
     digest: int
-    def __init__(self, rank: _Optional[int] = ..., log_index: _Optional[int] = ..., pages_freed: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    pages_freed_by_group: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., log_index: _Optional[int] = ..., pages_freed: _Optional[int] = ..., digest: _Optional[int] = ..., pages_freed_by_group: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerForkRequest(_message.Message):
     __slots__ = ("session_id", "child_id", "epoch", "at_len")
@@ -182,39 +184,47 @@ class AuditResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., ok: bool = ..., log_index: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[AuditReport, _Mapping]]] = ...) -> None: ...
 
 class AuditReport(_message.Message):
-    __slots__ = ("rank", "digest", "ok", "num_pages", "num_free", "num_cached", "num_held", "num_slots", "num_running", "leaked", "overheld", "faults")
+    __slots__ = ("rank", "digest", "ok", "num_slots", "num_running", "faults", "groups")
     RANK_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    LEAKED_FIELD_NUMBER: _ClassVar[int]
-    OVERHELD_FIELD_NUMBER: _ClassVar[int]
     FAULTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     digest: int
     ok: bool
-    num_pages: int
-    num_free: int
-    num_cached: int
-    num_held: int
     num_slots: int
     num_running: int
+    faults: _containers.RepeatedScalarFieldContainer[str]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPages]
+    def __init__(self, rank: _Optional[int] = ..., digest: _Optional[int] = ..., ok: bool = ..., num_slots: _Optional[int] = ..., num_running: _Optional[int] = ..., faults: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ...) -> None: ...
+
+class GroupPages(_message.Message):
+    __slots__ = ("group", "total", "free", "cached", "held", "leaked", "overheld")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LEAKED_FIELD_NUMBER: _ClassVar[int]
+    OVERHELD_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    total: int
+    free: int
+    cached: int
+    held: int
     leaked: _containers.RepeatedScalarFieldContainer[int]
     overheld: _containers.RepeatedScalarFieldContainer[int]
-    faults: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rank: _Optional[int] = ..., digest: _Optional[int] = ..., ok: bool = ..., num_pages: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_running: _Optional[int] = ..., leaked: _Optional[_Iterable[int]] = ..., overheld: _Optional[_Iterable[int]] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, group: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., leaked: _Optional[_Iterable[int]] = ..., overheld: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "pages_total", "pages_free", "pages_cached", "pages_held", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks", "metrics_url")
+    __slots__ = ("worker_id", "incarnation", "pid", "groups", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks", "metrics_url")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -225,10 +235,7 @@ class WorkerStats(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -240,10 +247,7 @@ class WorkerStats(_message.Message):
     worker_id: str
     incarnation: int
     pid: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_held: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPages]
     sessions: int
     running: int
     waiting: int
@@ -252,7 +256,7 @@ class WorkerStats(_message.Message):
     draining: bool
     ranks: _containers.RepeatedCompositeFieldContainer[RankStats]
     metrics_url: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ...) -> None: ...
 
 class RankStats(_message.Message):
     __slots__ = ("rank", "pid", "node", "log_index", "lag")
@@ -337,15 +341,19 @@ class ExportRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ExportResponse(_message.Message):
-    __slots__ = ("tenant", "tokens", "committed_len", "layout", "addresses")
+    __slots__ = ("tenant", "tokens", "committed_len", "layout", "addresses", "columns", "turn_starts")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    TURN_STARTS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     tokens: bytes
     committed_len: int
     layout: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tenant: _Optional[str] = ..., tokens: _Optional[bytes] = ..., committed_len: _Optional[int] = ..., layout: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    columns: _containers.RepeatedScalarFieldContainer[bytes]
+    turn_starts: bytes
+    def __init__(self, tenant: _Optional[str] = ..., tokens: _Optional[bytes] = ..., committed_len: _Optional[int] = ..., layout: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., columns: _Optional[_Iterable[bytes]] = ..., turn_starts: _Optional[bytes] = ...) -> None: ...

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.errors import OutOfPages, SessionBusy, SessionExists
 from workers.engine.step_log import LogReader, LogWriter, RecordedCache
-from workers.kv import Outcome, SessionCache
+from workers.kv import FREED, GroupSpec, Outcome, SessionCache, full_group, latent_group, window_group
 from workers.kv.digest import StateDigest
 from workers.kv.slot import new_tokens
 
@@ -27,6 +27,25 @@ TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "x"}
 TENANTS |= {f"held {session}": tenant for session, tenant in TENANTS.items()}
 
 
+NUM_PAGES = st.integers(3, 24)
+FULL, LATENT = NUM_PAGES.map(full_group), NUM_PAGES.map(latent_group)
+
+
+def windows(longest: int) -> st.SearchStrategy[GroupSpec]:
+    """From a window smaller than a page to one longer than most sessions."""
+    return st.builds(window_group, NUM_PAGES, st.integers(1, longest))
+
+
+GROUPS = st.one_of(
+    st.tuples(FULL),
+    st.tuples(LATENT),
+    st.tuples(windows(20)),
+    st.tuples(FULL, windows(20)),
+    st.tuples(windows(6), LATENT),
+    st.tuples(FULL, windows(3), windows(40)),
+)
+
+
 @dataclass
 class ModelSession:
     """What a session is, without pages: its tokens as of the last good turn, and its turn's."""
@@ -34,6 +53,10 @@ class ModelSession:
     tokens: list[int] = field(default_factory=list)
     turn: list[int] | None = None
     running: bool = False
+    resumed_len: int = 0
+    """What the turn began with: an abort goes back to no less."""
+    keeps_start: bool = False
+    """The window before the turn's start was held when it began, or is computed by it."""
 
 
 def prefix_hashes(session: str, tokens: list[int]) -> list[int]:
@@ -48,31 +71,31 @@ class KVCore(RuleBasedStateMachine):
     """``kv[page][offset]`` plays the device's memory: each position holds a hash of its whole prefix,
     so that reading a page that was overwritten, freed or served to the wrong prefix is seen at once."""
 
-    @initialize(page_size=st.sampled_from([4, 2, 16, 1]), num_pages=st.integers(3, 24), weak=st.booleans())
-    def start(self, page_size: int, num_pages: int, weak: bool) -> None:
-        self.cache = RecordedCache(num_pages, page_size, max_slots=5)
+    @initialize(page_size=st.sampled_from([4, 2, 16, 1]), groups=GROUPS, weak=st.booleans(), points=st.integers(0, 2))
+    def start(self, page_size: int, groups: tuple[GroupSpec, ...], weak: bool, points: int) -> None:
+        self.cache = RecordedCache(groups, page_size, 5, points)
         # Another rank, which knows of all this by the step log alone.
-        self.follower = LogReader(SessionCache(num_pages, page_size, max_slots=5), incarnation=1)
+        self.follower = LogReader(SessionCache(groups, page_size, 5, points), incarnation=1)
         self.log = LogWriter(incarnation=1, num_followers=1)
         if weak:
             for cache in (self.cache, self.follower.cache):
                 cache.index._digest = lambda parent, tokens: b"same"
-        self.kv: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
-        self.table: dict[tuple[int, int], int] = {}
+        self.kv: list[list[list[int | None]]] = [[[None] * page_size for _ in range(g.num_pages)] for g in groups]
+        self.table: dict[tuple[int, int, int], int] = {}
         self.model: dict[str, ModelSession] = {}
         self.turn_number = 0
 
     # ---- the device, played -------------------------------------------------------------------
 
     def apply_step(self) -> None:
-        for update in self.cache.take_table_updates():
-            self.table[update.row, update.column] = update.page
+        for group, row, column, page in self.cache.take_table_updates():
+            self.table[group, row, column] = page
         self.follow()
         assert self.follower.cache.take_table_updates() is not None
         assert self.follower.cache.pending_copies == self.cache.pending_copies
         copies = list(self.cache.pending_copies)
-        for source, target in copies:
-            self.kv[target] = list(self.kv[source])
+        for group, source, target in copies:
+            self.kv[group][target] = list(self.kv[group][source])
         self.cache.finish_copies(len(copies))
         self.follower.cache.finish_copies(len(copies))
 
@@ -83,11 +106,15 @@ class KVCore(RuleBasedStateMachine):
     def write(self, session: str, start: int, tokens: list[int]) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
         chain = prefix_hashes(session, [*slot.tokens[:start], *tokens])
-        for position in range(start, start + len(tokens)):
-            page = self.table[slot.row, position // size]
-            assert page == slot.pages[position // size], "the device's table and the core's differ (L2)"
-            assert self.cache.pool.refcounts[page] == 1, "a shared page was written (L4)"
-            self.kv[page][position % size] = chain[position]
+        for group, table in zip(self.cache.groups, slot.tables, strict=True):
+            for position in range(max(0, start - group.window + 1) if group.window else 0, start):
+                page = self.table[group.index, slot.row, position // size]
+                assert page == table.pages[position // size], "attention reads a page that was freed (L5)"
+            for position in range(start, start + len(tokens)):
+                page = self.table[group.index, slot.row, position // size]
+                assert page == table.pages[position // size], "the device's table and the core's differ (L2)"
+                assert group.pool.refcounts[page] == 1, "a shared page was written (L4)"
+                self.kv[group.index][page][position % size] = chain[position]
 
     def known(self, session: str) -> int:
         return len(self.cache.slots[session].tokens)
@@ -122,8 +149,15 @@ class KVCore(RuleBasedStateMachine):
         self.turn_number += 1
         model.turn, model.running = tokens, True
         model.tokens = tokens[:keep]
-        cached = {self.cache.resume(session, str(self.turn_number), new_tokens(tokens), keep) for _ in range(retries)}
-        assert len(cached) == 1 and cached.pop() <= len(tokens) - 1, "resume twice is resume once (L6)"
+        slot = self.cache.slots[session]
+        at_least = self.cache._resumable_len(slot, min(keep, slot.committed_len, len(tokens) - 1))
+        results = {self.cache.resume(session, str(self.turn_number), new_tokens(tokens), keep) for _ in range(retries)}
+        assert len(results) == 1, "resume twice is resume once (L6)"
+        cached = results.pop()
+        assert at_least <= cached <= len(tokens) - 1
+        # A prefix that was matched past the turn's start brings the window at its own end alone.
+        model.keeps_start = cached <= keep
+        model.resumed_len = cached if model.keeps_start else 0
 
     @precondition(lambda self: any(m.running for m in self.model.values()))
     @rule(data=st.data(), num_draft=st.integers(0, 5), chunk=st.integers(1, 20))
@@ -148,20 +182,34 @@ class KVCore(RuleBasedStateMachine):
         if not todo:
             todo = [len(model.turn) % 2]
             model.turn.extend(todo)
-        before = (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
+        before = self.state_of(session)
         try:
+            if num_draft % 2:
+                self.cache.reserve(session, len(model.turn) - slot.committed_len)
+                before = self.state_of(session)
             self.cache.extend(session, len(todo) + num_draft)
         except OutOfPages:
-            assert before == (list(self.cache.pool.refcounts), list(slot.pages), slot.allocated_len)
-            self.really_out_of_pages(session, len(todo) + num_draft)
+            assert before == self.state_of(session)
+            num_tokens = len(todo) + num_draft
+            if num_draft % 2:
+                num_tokens = max(num_tokens, len(model.turn) - slot.committed_len)
+            self.really_out_of_pages(session, num_tokens)
+            self.apply_step()  # what was reserved may have copied a page
+            self.forget_evicted()
             return False
-        full = before[1][: slot.committed_len // self.cache.page_size]
-        assert slot.pages[: len(full)] == full, "entries were replaced (L2)"
+        for table, pages in zip(slot.tables, before[1], strict=True):
+            full = pages[: slot.committed_len // self.cache.page_size]
+            assert table.pages[: len(full)] == full, "entries were replaced (L2)"
         self.apply_step()
         self.write(session, slot.committed_len, todo)
         self.cache.commit({session: new_tokens(todo[: max(1, len(todo) - num_refused)])})
         self.forget_evicted()
         return True
+
+    def state_of(self, session: str) -> tuple[list[list[int]], list[list[int]], int, int]:
+        slot = self.cache.slots[session]
+        counts = [list(group.pool.refcounts) for group in self.cache.groups]
+        return counts, [list(table.pages) for table in slot.tables], slot.allocated_len, slot.reserved_len
 
     @precondition(lambda self: any(m.running for m in self.model.values()))
     @rule()
@@ -186,9 +234,13 @@ class KVCore(RuleBasedStateMachine):
 
     def really_out_of_pages(self, session: str, num_tokens: int) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
-        pinned = {p for s in self.cache.slots.values() if s.running for p in s.pages}
-        needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.pages) + 1
-        assert len(self.cache.pool.refcounts) - len(pinned) < needed, "pages were there, yet it gave up"
+
+        def is_short(group: int) -> bool:
+            pinned = {p for s in self.cache.slots.values() if s.running for p in s.tables[group].pages} - {FREED}
+            needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.tables[group].pages) + 1
+            return self.cache.groups[group].pool.num_pages - len(pinned) < needed
+
+        assert any(is_short(group.index) for group in self.cache.groups), "pages were there, yet it gave up"
 
     @precondition(lambda self: any(m.turn is not None for m in self.model.values()))
     @rule(data=st.data(), outcome=st.sampled_from(Outcome), twice=st.booleans())
@@ -206,6 +258,7 @@ class KVCore(RuleBasedStateMachine):
             return
         turn_id, committed = slot.turn_id, slot.committed_len
         assert turn_id is not None
+        at_least = min(committed, model.resumed_len) if outcome is Outcome.ABORTED else 0
         known = new_tokens(model.turn[committed:]) if outcome is Outcome.COMPLETED else None
         for _ in range(1 + twice):
             self.cache.finish(session, turn_id, outcome, known)
@@ -215,6 +268,7 @@ class KVCore(RuleBasedStateMachine):
         if outcome is Outcome.COMPLETED:
             model.tokens = list(model.turn)
         model.turn = None
+        assert slot.committed_len >= at_least, "an abort must find its window (L5)"
         self.same_as_model(session)
 
     @precondition(lambda self: any(m.turn is not None and not m.running for m in self.model.values()))
@@ -225,9 +279,12 @@ class KVCore(RuleBasedStateMachine):
         model, slot = self.model[session], self.cache.slots[session]
         assert model.turn is not None and slot.turn_id is not None
         expected = min(slot.committed_len, len(model.turn) - 1)
+        was_evicted = not slot.tokens
         cached = self.cache.resume(session, slot.turn_id, new_tokens(model.turn), len(slot.tokens))
         assert expected <= cached <= len(model.turn) - 1
         model.running = True
+        if was_evicted:
+            model.resumed_len, model.keeps_start = 0, cached <= slot.base_len
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), cut=CUTS, times=st.integers(1, 2))
@@ -240,10 +297,15 @@ class KVCore(RuleBasedStateMachine):
                 self.cache.free_tail(session, keep)
             return
         slot = self.cache.slots[session]
-        before, committed = list(slot.pages), slot.committed_len
+        before = [list(table.pages) for table in slot.tables]
+        reached = self.cache._resumable_len(slot, min(keep, slot.committed_len))
         for _ in range(times):
             self.cache.free_tail(session, keep)
-        assert slot.pages == before[: -(-min(keep, committed) // self.cache.page_size)], "whole pages (L3)"
+        assert slot.committed_len == reached, "a cut goes to the greatest length that can resume (L5)"
+        for table, pages in zip(slot.tables, before, strict=True):
+            kept = pages[: -(-reached // self.cache.page_size)]
+            assert len(table.pages) == len(kept), "whole pages (L3)"
+            assert all(now in (FREED, was) for now, was in zip(table.pages, kept, strict=True))
         del model.tokens[keep:]
         self.same_as_model(session)
 
@@ -293,8 +355,12 @@ class KVCore(RuleBasedStateMachine):
         except OutOfPages:
             return
         self.forget_evicted()
-        held = self.cache.resume(name, name, tokens, len(tokens), match_prefix=False)
-        assert held == min(slot.committed_len, len(tokens) - 1)
+        held = self.cache.resume(name, name, tokens + new_tokens([0]), len(tokens), match_prefix=False)
+        assert held == slot.committed_len
+        child = self.cache.slots[name]
+        for start in slot.turn_starts:
+            kept = self.cache._resumable_len(slot, start)
+            assert self.cache._resumable_len(child, start) == kept, "a reader finds the windows of resume points"
         assert [entry.shared for entry in slot.entries] == shared, "a reader is no other user of the prefix"
 
     @precondition(lambda self: any(s.startswith("held") for s in self.cache.slots))
@@ -303,6 +369,39 @@ class KVCore(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(s for s in self.cache.slots if s.startswith("held"))))
         self.cache.finish(name, name, Outcome.ABORTED)
         self.cache.release_session(name)
+
+    @precondition(lambda self: any(s.startswith("held") for s in self.cache.slots))
+    @rule(data=st.data(), into=st.sampled_from(SESSIONS))
+    def import_held(self, data: st.DataObject, into: str) -> None:
+        """Copy what a reader holds into another session, as the target of a migration does (in one pool)."""
+        name = data.draw(st.sampled_from(sorted(s for s in self.cache.slots if s.startswith("held"))))
+        if TENANTS[name] != TENANTS[into] or into in self.cache.slots or not self.open(into):
+            return
+        source = self.cache.slots[name]
+        tokens, committed = source.tokens[:], source.committed_len
+        end = -(-committed // self.cache.page_size)
+        columns = [[c for c in table.held() if c < end] for table in source.tables]
+        cached = self.cache.resume(into, "import", tokens, 0)
+        slot, first = self.cache.slots[into], cached // self.cache.page_size
+        self.model[into] = ModelSession()
+        try:
+            if committed > cached:
+                self.cache.extend_imported(into, committed - cached, source.turn_starts, columns)
+        except OutOfPages:
+            self.cache.finish(into, "import", Outcome.ABORTED)
+            return
+        self.apply_step()
+        for kv, ours, theirs, part in zip(self.kv, slot.tables, source.tables, columns, strict=True):
+            for column in part:
+                if column >= first and committed > cached:
+                    assert ours.pages[column] != FREED, "what is sent has a page"
+                    kv[ours.pages[column]] = list(kv[theirs.pages[column]])
+        if committed > cached:
+            self.cache.commit({into: tokens[cached:committed]})
+        reached = slot.committed_len
+        self.cache.finish(into, "import", Outcome.COMPLETED, tokens[reached:])
+        self.model[into].tokens = list(tokens)
+        self.forget_evicted()
 
     @rule()
     def finish_step(self) -> None:
@@ -344,29 +443,43 @@ class KVCore(RuleBasedStateMachine):
             return
         self.follow()
         ours, theirs = self.cache, self.follower.cache
-        assert ours.pool.free_pages() == theirs.pool.free_pages()
-        assert ours.pool.cached_pages() == theirs.pool.cached_pages()
+        for a, b in zip(ours.groups, theirs.groups, strict=True):
+            assert a.pool.free_pages() == b.pool.free_pages()
+            assert a.pool.cached_pages() == b.pool.cached_pages()
         assert list(ours._idle) == list(theirs._idle)
         for session, slot in ours.slots.items():
             other = theirs.slots[session]
-            assert (slot.pages, slot.tokens, slot.row) == (other.pages, other.tokens, other.row)
-        afresh = StateDigest(ours.pool.num_pages, ours.page_size)
+            assert (slot.tokens, slot.row, slot.turn_starts) == (other.tokens, other.row, other.turn_starts)
+            assert [(t.pages, t.kept) for t in slot.tables] == [(t.pages, t.kept) for t in other.tables]
+        digest = ours.digest()
+        afresh = StateDigest([group.pool for group in ours.groups], ours.page_size)
+        for group in ours.groups:
+            group.pool.touched.update(range(group.pool.num_pages))
         for slot in ours.slots.values():
-            afresh.touch(slot, 0)
-        assert ours.digest() == afresh.update(ours.pool.refcounts, range(ours.pool.num_pages))
+            afresh.touch(slot)
+        assert digest == afresh.update()
 
     @invariant()
     def kv_is_the_kv_of_the_tokens(self) -> None:
-        for session, slot in getattr(self, "cache", SessionCache(1, 1)).slots.items():
+        for session, slot in getattr(self, "cache", SessionCache((full_group(1),), 1)).slots.items():
             size, chain = self.cache.page_size, prefix_hashes(session, list(slot.tokens))
-            for position in range(slot.committed_len):
-                found = self.kv[slot.pages[position // size]][position % size]
-                assert found == chain[position], f"{session} at {position}: KV of other tokens"
+            for kv, table in zip(self.kv, slot.tables, strict=True):
+                for column in table.held():
+                    for position in range(column * size, min((column + 1) * size, slot.committed_len)):
+                        found = kv[table.pages[column]][position % size]
+                        assert found == chain[position], f"{session} at {position}: KV of other tokens"
+
+    @invariant()
+    def resume_points_can_be_resumed(self) -> None:
+        for session, model in getattr(self, "model", {}).items():
+            slot = self.cache.slots[session]
+            if model.turn is not None and model.keeps_start and slot.committed_len >= slot.base_len:
+                assert self.cache._resumable_len(slot, slot.base_len) == slot.base_len, "the running turn's start"
 
     @invariant()
     def lengths_are_ordered(self) -> None:
-        for session, slot in getattr(self, "cache", SessionCache(1, 1)).slots.items():
-            assert 0 <= slot.committed_len <= slot.allocated_len <= len(slot.pages) * self.cache.page_size
+        for session, slot in getattr(self, "cache", SessionCache((full_group(1),), 1)).slots.items():
+            assert 0 <= slot.committed_len <= slot.allocated_len <= slot.reserved_len
             assert slot.running == (session.startswith("held") or self.model[session].running)
 
     def teardown(self) -> None:
@@ -378,7 +491,7 @@ class KVCore(RuleBasedStateMachine):
             self.cache.release_session(session)
         self.cache.finish_copies(len(self.cache.pending_copies))
         self.cache.flush()
-        assert self.cache.pool.num_free == self.cache.pool.num_pages, "pages leaked"
+        assert self.cache.num_free() == [group.pool.num_pages for group in self.cache.groups], "pages leaked"
 
 
 TestKVCore = KVCore.TestCase

@@ -1,0 +1,64 @@
+"""How a rank's KV memory is divided into pages: how many each KV group gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from workers.config import EngineConfig
+from workers.kv import GroupKind, GroupSpec
+from workers.models import ModelConfig
+from workers.models.kv_pool import page_sizes_bytes
+
+CPU_KV_TOKENS = 65_536
+CPU_KV_MEMORY_FRACTION = 0.2
+CUDA_KV_MEMORY_FRACTION = 0.85
+SESSION_TOKENS = 4096
+"""What a session is taken to hold, where the share of window groups is computed."""
+
+
+def pages_by_group(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[int]:
+    """The pages of each KV group of ``model`` (this rank's shard), by ``max_total_tokens`` or by free memory."""
+    sizes = page_sizes_bytes(model, config.page_size, dtype)
+    if config.max_total_tokens is not None:
+        return _divide(config, model, -(-config.max_total_tokens // config.page_size))
+    if device.type == "cuda":
+        budget, most = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_MEMORY_FRACTION), None
+    else:
+        budget = int(psutil.virtual_memory().available * CPU_KV_MEMORY_FRACTION)
+        most = CPU_KV_TOKENS // config.page_size
+    low, high = 2, most if most is not None else max(2, budget // min(sizes))
+    while low < high:  # the most pages whose division fits
+        pages = (low + high + 1) // 2
+        if sum(n * size for n, size in zip(_divide(config, model, pages), sizes, strict=True)) <= budget:
+            low = pages
+        else:
+            high = pages - 1
+    return _divide(config, model, low)
+
+
+def group_specs(model: ModelConfig, num_pages: Sequence[int]) -> list[GroupSpec]:
+    """The KV core's groups for a model's."""
+    pairs = zip(model.kv_groups, num_pages, strict=True)
+    return [GroupSpec(GroupKind(group.kind), pages, group.window) for group, pages in pairs]
+
+
+def _divide(config: EngineConfig, model: ModelConfig, pages: int) -> list[int]:
+    """Pages by group, where a group that keeps every token has ``pages``."""
+    if all(group.window for group in model.kv_groups):
+        return [pages for _ in model.kv_groups]
+    return [_window_pages(config, group.window, pages) if group.window else pages for group in model.kv_groups]
+
+
+def _window_pages(config: EngineConfig, window: int, pages: int) -> int:
+    """The pages of a window group beside whole-prefix groups of ``pages``."""
+    size, points = config.page_size, config.resume_points
+    if config.swa_full_tokens_ratio is not None:
+        return max(2, min(pages, int(pages * config.swa_full_tokens_ratio)))
+    # As many idle sessions as the other groups hold ...
+    for_idle = int(pages * (points + 1) * (window + size) / SESSION_TOKENS)
+    # ... and a full batch, so that no turn is retracted for its windows.
+    for_batch = config.max_running_requests * (points + 2) * (-(-window // size) + 1)
+    return max(2, min(pages, for_idle + for_batch - (-config.chunked_prefill_size // size) + 2))

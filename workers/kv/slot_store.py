@@ -1,0 +1,190 @@
+"""The slots of a rank, the pools and the index behind them, and who gives way when pages run out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import OutOfPages, SessionNotFound
+from workers.kv.audit import AuditReport, audit
+from workers.kv.digest import StateDigest
+from workers.kv.groups import GroupSpec
+from workers.kv.page_table import FREED, GroupTables, PageCopy, PageTable, TableUpdate, WindowTables
+from workers.kv.prefix import PrefixIndex, chain_digest
+from workers.kv.slot import Slot
+
+MAX_PAGE_SIZE = 256
+
+
+class SlotStore:
+    """Slots by session, their groups' pools, and their eviction, least recently used first.
+
+    ``groups`` are the model's KV groups with the sizes of their pools, ``max_slots`` bounds the slots (rows of
+    the device's page tables). From the starts of a session's last ``num_resume_points`` turns it can be
+    resumed although a window has passed them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        page_size: int,
+        max_slots: int = 1024,
+        num_resume_points: int = 1,
+        digest: Callable[[bytes, bytes], bytes] = chain_digest,
+    ) -> None:
+        if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+            raise ValueError(f"page_size must be a power of two from 1 to {MAX_PAGE_SIZE}, not {page_size}")
+        self.page_size = page_size
+        self.pending_copies: list[PageCopy] = []
+        """Page copies that the device must make before it writes anything, in order. Each holds a reference
+        to its source."""
+        self._updates: list[TableUpdate] = []
+        self.groups = tuple(
+            (WindowTables if spec.window else GroupTables)(i, spec, page_size, self._updates, self.pending_copies)
+            for i, spec in enumerate(groups)
+        )
+        self.windows = tuple(group for group in self.groups if group.window)
+        self.index = PrefixIndex(self.groups, digest)
+        self.slots: dict[str, Slot] = {}
+        self.by_row: dict[int, Slot] = {}
+        self._num_resume_points = num_resume_points
+        self._free_rows = list(range(max_slots - 1, -1, -1))
+        # Slots that could be evicted, least recently used first. Running slots are not in it.
+        self._idle: OrderedDict[str, Slot] = OrderedDict()
+        self._digest = StateDigest([group.pool for group in self.groups], page_size)
+        self._max_touched = 4 * max_slots
+
+    def window_pages(self, group: GroupTables, step_tokens: int) -> int:
+        """The most pages of a window group that a turn holds while it computes ``step_tokens`` a step."""
+        a_window = -(-group.window // self.page_size) + 1
+        # Before the committed length, the turn's start and the starts of the last turns; and the step's own.
+        return (self._num_resume_points + 2) * a_window + -(-step_tokens // self.page_size) + 1
+
+    def num_free(self) -> list[int]:
+        """Free pages, by group."""
+        return [group.pool.num_free for group in self.groups]
+
+    def audit(self) -> AuditReport:
+        """Recount every page from its holders. Changes nothing, and is exact while turns run."""
+        return audit(self.groups, self.index, self.slots.values(), self.pending_copies, self.page_size)
+
+    def digest(self) -> int:
+        """A 64-bit digest of page tables, reference counts and lengths. Costs O(changes since the last call)."""
+        return self._digest.update()
+
+    # ---- for the operations -------------------------------------------------------------------
+
+    def _slot(self, session_id: str) -> Slot:
+        slot = self.slots.get(session_id)
+        if slot is None:
+            raise SessionNotFound(f"session {session_id} has no slot here; open it first")
+        return slot
+
+    def _new_slot(self, session_id: str, tenant: str, *, ephemeral: bool = False, spared: Slot | None = None) -> Slot:
+        """A new slot, for which an idle one other than ``spared`` may be evicted."""
+        if not self._free_rows:
+            self._evict_for_a_row(spared)
+        if self._digest.num_touched >= self._max_touched:
+            self.digest()  # bounds the touched slots where nobody else asks for the digest
+        row = self._free_rows.pop()
+        slot = Slot(session_id, tenant, row, ephemeral, [PageTable(row) for _ in self.groups])
+        self.slots[session_id] = self.by_row[row] = slot
+        self._idle[session_id] = slot
+        self._digest.touch(slot)
+        return slot
+
+    def _resumable_len(self, slot: Slot, wanted_len: int) -> int:
+        """The greatest length, at most ``wanted_len``, from which every group can resume (law L5)."""
+        length, before = wanted_len, -1
+        while length != before:
+            before = length
+            for group in self.windows:
+                length = group.resumable_len(slot.tables[group.index], length)
+        return length
+
+    def _cut(self, slot: Slot, keep_len: int) -> int:
+        """Cut KV to ``keep_len`` tokens and free the tail. The only place that shortens a slot's KV.
+
+        Returns how many pages became free.
+        """
+        kept_len, num_freed = min(slot.committed_len, keep_len), 0
+        goes_back = self.windows and kept_len < slot.committed_len
+        if goes_back:
+            kept_len = self._resumable_len(slot, kept_len)
+        num_kept = -(-kept_len // self.page_size)
+        for group, table in zip(self.groups, slot.tables, strict=True):
+            if goes_back or len(table.pages) > num_kept:
+                num_freed += group.cut(table, num_kept)
+        if slot.reserved_len != kept_len:
+            slot.committed_len = slot.allocated_len = slot.reserved_len = kept_len
+            del slot.entries[kept_len // self.page_size :]
+        self._digest.touch(slot)
+        return num_freed
+
+    def _slide(self, slot: Slot) -> int:
+        """Free what neither the committed length nor a resume point needs; both may have changed.
+
+        Returns how many pages became free.
+        """
+        num_freed, points = 0, slot.resume_points()
+        if points != slot.protected_points:
+            slot.protected_points = points
+            num_freed = sum([group.protect(slot.tables[group.index], points) for group in self.windows])
+        for group in self.windows:
+            num_freed += group.slide(slot.tables[group.index], slot.committed_len)
+        return num_freed
+
+    def _make_room(self, wanted: Sequence[tuple[GroupTables, int]]) -> None:
+        """Evict until each group has that many free pages, or raise OutOfPages and change nothing."""
+        if any(count > group.pool.num_free + group.pool.num_cached for group, count in wanted):
+            for group, count in wanted:
+                self._require_evictable(group, count)
+        for group, count in wanted:
+            while group.pool.num_free < count:
+                if not self.index.evict_oldest(group.index) and not self._evict_oldest_idle():
+                    raise AssertionError("fewer pages could be evicted than were counted")
+
+    def _require_evictable(self, group: GroupTables, count: int) -> None:
+        # Exact: every page that no running slot and no pending copy lists can be evicted. Counted only
+        # when free and cached pages do not suffice, because it costs O(pages of running turns).
+        pinned = {copy.source for copy in self.pending_copies if copy.group == group.index}
+        for slot in self.slots.values():
+            if slot.running:
+                pinned.update(slot.tables[group.index].pages)
+        pinned.discard(FREED)
+        available = group.pool.num_pages - len(pinned)
+        if available < count:
+            raise OutOfPages(
+                f"{count} pages of the {group.name} group are needed, {available} of {group.pool.num_pages} "
+                "are not in use by running turns"
+            )
+
+    def _evict_oldest_idle(self) -> bool:
+        """Evict the least recently used idle slot. False if no slot is idle."""
+        oldest = next(iter(self._idle.values()), None)
+        if oldest is None:
+            return False
+        self._evict(oldest)
+        return True
+
+    def _evict(self, slot: Slot) -> None:
+        if slot.turn_id is None:
+            self._drop(slot)
+            return
+        # A retracted turn resumes in this slot and brings all its tokens: only the KV is dropped.
+        self._cut(slot, 0)
+        del slot.tokens[:]
+        del self._idle[slot.session_id]
+
+    def _evict_for_a_row(self, spared: Slot | None = None) -> None:
+        victim = next((s for s in self._idle.values() if s.turn_id is None and s is not spared), None)
+        if victim is None:
+            raise OutOfPages(f"turns own all {len(self.slots)} slots")
+        self._evict(victim)
+
+    def _drop(self, slot: Slot) -> None:
+        self._cut(slot, 0)
+        self._idle.pop(slot.session_id, None)
+        del self.slots[slot.session_id], self.by_row[slot.row]
+        self._digest.drop(slot)
+        self._free_rows.append(slot.row)

@@ -1,0 +1,134 @@
+"""The mixers: grouped-query attention and multi-head latent attention, over page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from workers.kernels.paged_attention import AttentionPlan, paged_attention
+from workers.models.kv_pool import KVPool
+from workers.models.norm import rms_norm
+from workers.models.parallel import RankGroup
+from workers.models.rope import apply_rope
+from workers.models.spec import AttentionSpec, LatentSpec, QKNorm
+
+LATENT_EPS = 1e-6
+"""DeepSeek's norms of the factored projections have no field in the config."""
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """What a step's layers of one KV group share."""
+
+    write_pages: Tensor
+    """int64 ``[tokens]``: where each token's KV goes, at ``ForwardBatch.write_offsets``."""
+    attention: AttentionPlan
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a layer reads and writes: its index in the KV pool, the step's pages, and the rotary embedding."""
+
+    layer: int
+    kv: KVPool
+    pages: GroupBatch
+    write_offsets: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def write(self, k: Tensor, v: Tensor | None) -> None:
+        self.kv.write(self.layer, self.pages.write_pages, self.write_offsets, k, v)
+
+
+@dataclass(slots=True)
+class AttentionWeights:
+    """Projections of the same input are stored as one matrix, for fewer and larger products."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+
+
+@dataclass(slots=True)
+class LatentWeights:
+    q_a: Tensor | None
+    q_a_bias: Tensor | None
+    q_a_norm: Tensor | None
+    q_b: Tensor
+    """From the factored or, without ``q_a``, from the whole input."""
+    kv_a: Tensor
+    kv_a_bias: Tensor | None
+    kv_a_norm: Tensor
+    key: Tensor
+    """``[heads, nope_dim, kv_rank]``: a head's queries as queries of the latent."""
+    value: Tensor
+    """``[heads, v_dim, kv_rank]``: a head's values from the latent."""
+    o: Tensor
+    o_bias: Tensor | None
+
+
+def attention(
+    x: Tensor, spec: AttentionSpec, w: AttentionWeights, at: Position, eps: float, group: RankGroup | None
+) -> Tensor:
+    """This rank's share of grouped-query attention ``[tokens, hidden]``, to be summed over the ranks."""
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, k, v = linear(x, w.qkv, w.qkv_bias).split((q_size, kv_size, kv_size), dim=-1)
+    if spec.qk_norm is QKNorm.ALL:
+        q, k = _norm_all_heads(q, k, w, eps, group)
+    q = q.reshape(-1, spec.num_heads, spec.head_dim)
+    k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)
+    v = v.reshape(-1, spec.num_kv_heads, spec.head_dim)
+    if spec.qk_norm is QKNorm.HEAD:
+        assert w.q_norm is not None and w.k_norm is not None
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    q, k = apply_rope(q, at.cos, at.sin), apply_rope(k, at.cos, at.sin)
+    at.write(k, v)
+    out = paged_attention(
+        q, at.kv.k[at.layer], at.kv.v[at.layer], at.pages.attention, spec.scale, softcap=spec.softcap, sinks=w.sinks
+    )
+    return linear(out.reshape(-1, q_size), w.o, w.o_bias)
+
+
+def _norm_all_heads(
+    q: Tensor, k: Tensor, w: AttentionWeights, eps: float, group: RankGroup | None
+) -> tuple[Tensor, Tensor]:
+    """RMS norms over the heads of all ranks. Ranks that hold the same KV head count it once each."""
+    assert w.q_norm is not None and w.k_norm is not None
+    if group is None:
+        return rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    squares = torch.stack((q.float().square().mean(-1), k.float().square().mean(-1)))
+    q_mean, k_mean = group.all_reduce(squares) / group.shard.size
+    q = (q.float() * torch.rsqrt(q_mean + eps)[:, None]).to(q.dtype) * w.q_norm
+    k = (k.float() * torch.rsqrt(k_mean + eps)[:, None]).to(k.dtype) * w.k_norm
+    return q, k
+
+
+def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position) -> Tensor:
+    """This rank's share of latent attention ``[tokens, hidden]``, to be summed over the ranks.
+
+    The projections to keys and values are absorbed into the queries and the output, so that every head
+    attends to the latents themselves: a page holds ``kv_rank + rope_dim`` elements a token for all heads.
+    """
+    if w.q_a is not None:
+        assert w.q_a_norm is not None
+        queries = linear(rms_norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_EPS), w.q_b)
+    else:
+        queries = linear(x, w.q_b)
+    queries = queries.view(-1, spec.num_heads, spec.nope_dim + spec.rope.dim)
+    q_nope, q_rope = queries.split((spec.nope_dim, spec.rope.dim), dim=-1)
+    latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split((spec.kv_rank, spec.rope.dim), dim=-1)
+    latent = rms_norm(latent, w.kv_a_norm, LATENT_EPS)[:, None, :]
+    k_rope = apply_rope(k_rope[:, None, :], at.cos, at.sin)
+    at.write(torch.cat((latent, k_rope), dim=-1), None)
+    absorbed = torch.einsum("thn,hnr->thr", q_nope, w.key)
+    q = torch.cat((absorbed, apply_rope(q_rope, at.cos, at.sin)), dim=-1)
+    out = paged_attention(q, at.kv.k[at.layer], None, at.pages.attention, spec.scale, v_dim=spec.kv_rank)
+    values = torch.einsum("thr,hvr->thv", out, w.value)
+    return linear(values.reshape(-1, spec.num_heads * spec.v_dim), w.o, w.o_bias)

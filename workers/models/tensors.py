@@ -1,0 +1,143 @@
+"""The tensors of a checkpoint folder: safetensors, memory-mapped, each cast and copied once."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from holdfast.errors import UnsupportedModel
+from workers.models.quantized import from_fp8_blocks, from_mxfp4
+
+Part: TypeAlias = tuple[int, int]
+"""``[start, end)`` of a dimension."""
+FINGERPRINT_BYTES = 1024 * 1024
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FP8_SCALES = "_scale_inv"
+
+
+def fingerprint(folder: Path) -> str:
+    """A fingerprint of a checkpoint's config, and of each weight file's end and size, without reading all of it."""
+    crc = zlib.crc32((folder / "config.json").read_bytes())
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            crc = zlib.crc32(file.read() + str(size).encode(), crc)
+    return f"{crc:08x}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint, in order. Raises UnsupportedModel."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedModel(f"{index.name}: not a valid shard index ({error!r})") from None
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise UnsupportedModel(f"{index.name}: names missing shards: {', '.join(missing)}")
+        return [folder / name for name in names]
+    if single.exists():
+        return [single]
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise UnsupportedModel(f"{pickled[0]}: pickled weights are refused; convert the checkpoint to safetensors")
+    raise UnsupportedModel(f"model.safetensors: not found in {folder}; supported: safetensors, single or sharded")
+
+
+class Tensors:
+    """The tensors of a checkpoint by name; remembers which were taken. Methods raise UnsupportedModel."""
+
+    def __init__(
+        self,
+        files: list[Path],
+        stack: ExitStack,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8_block: tuple[int, int] | None = None,
+    ) -> None:
+        self._device, self._dtype, self._fp8_block = device, dtype, fp8_block
+        self._by_name: dict[str, Any] = {}
+        for path in files:
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise UnsupportedModel(f"{path.name}: not a readable safetensors file ({error})") from None
+            self._by_name.update(dict.fromkeys(opened.keys(), opened))
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self._by_name
+
+    def take(
+        self, name: str, *shape: int, dim: int = 0, part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A tensor of that shape, or positions ``part`` of its dimension ``dim``, in ``dtype`` (default: the model's).
+
+        Reads no more than it returns, unless it is quantized.
+        """
+        stored = self._stored(name, shape)
+        if name + FP8_SCALES in self._by_name and self._fp8_block is not None:
+            tensor = self._from_fp8(name, stored[:], self._fp8_block)
+            tensor = tensor if part is None else tensor.narrow(dim, part[0], part[1] - part[0])
+        else:
+            index = (slice(None),) * dim + (slice(*part),) if part is not None else slice(None)
+            tensor = stored[index]
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+                raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
+        return tensor.to(self._device, dtype or self._dtype).contiguous()
+
+    def take_mxfp4(self, name: str, *shape: int) -> Tensor:
+        """``[experts, rows, columns]`` from ``name_blocks`` and ``name_scales``."""
+        groups = -(-shape[-1] // 32)
+        blocks = self._stored(f"{name}_blocks", (*shape[:-1], groups, 16))[:]
+        scales = self._stored(f"{name}_scales", (*shape[:-1], groups))[:]
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise UnsupportedModel(f"{name}_blocks: is {blocks.dtype}; MXFP4 is stored as uint8")
+        # One expert at a time: together, in fp32, they are eight times as large as stored.
+        parts = [
+            from_mxfp4(block, scale).to(self._device, self._dtype) for block, scale in zip(blocks, scales, strict=True)
+        ]
+        return torch.stack(parts)[..., : shape[-1]]
+
+    def skip(self, prefix: str) -> None:
+        """These tensors are another rank's."""
+        self._taken.update(name for name in self._by_name if name.startswith(prefix))
+
+    def stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Tensor:
+        """Parts of several tensors, concatenated along the first dimension."""
+        return torch.cat([self.take(name, size, *shape, part=part) for name, size, part in parts])
+
+    def refuse_unused(self, *, tied: bool, num_layers: int, num_extra_layers: int) -> None:
+        """Refuse a checkpoint with tensors that nobody took: it is not what its config says."""
+        for name in sorted(set(self._by_name) - self._taken):
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            # Tied checkpoints may contain the head too, and old ones rope's inverse frequencies.
+            known = name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+            extra = layer is not None and num_layers <= int(layer[1]) < num_layers + num_extra_layers
+            if not known and not extra:
+                raise UnsupportedModel(f"{name}: the checkpoint has a tensor that this architecture does not use")
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Any:
+        if name not in self._by_name:
+            raise UnsupportedModel(f"{name}: this tensor is missing from the checkpoint")
+        self._taken.add(name)
+        stored = self._by_name[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise UnsupportedModel(f"{name}: has shape {tuple(stored.get_shape())}, config.json asks for {shape}")
+        return stored
+
+    def _from_fp8(self, name: str, weight: Tensor, block: tuple[int, int]) -> Tensor:
+        rows, columns = weight.shape
+        scales = self._stored(name + FP8_SCALES, (-(-rows // block[0]), -(-columns // block[1])))
+        return from_fp8_blocks(weight, scales[:], block)
