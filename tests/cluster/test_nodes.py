@@ -71,7 +71,7 @@ def flip_a_refcount(actor: Any) -> None:
     """A bit of its memory turns over."""
     cache = actor._server.follower.rank.cache
     slot = next(slot for slot in cache.slots.values() if slot.running)
-    cache.pool.refcounts[slot.pages[-1]] ^= 4
+    cache.groups[0].pool.refcounts[slot.tables[0].pages[-1]] ^= 4
 
 
 def swap_a_page(actor: Any) -> None:

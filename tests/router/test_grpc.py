@@ -76,7 +76,10 @@ async def test_release_is_final_and_idempotent(stub: Stub, cluster: Harness) -> 
     await run(stub, turn("s", list(range(100, 140))))
     assert (await stub.Release(pb.ReleaseRequest(session_id="s"))).pages_freed > 0
     assert (await stub.Release(pb.ReleaseRequest(session_id="s"))).pages_freed == 0
-    assert all(w._leader.cache.pool.num_free == w._leader.cache.pool.num_pages for w in cluster.workers.values())
+    assert all(
+        w._leader.cache.groups[0].pool.num_free == w._leader.cache.groups[0].pool.num_pages
+        for w in cluster.workers.values()
+    )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await run(stub, turn("s", [1]))
     assert ("holdfast-code", "session_released") in tuple(caught.value.trailing_metadata())

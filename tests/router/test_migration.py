@@ -14,6 +14,7 @@ import pytest
 
 import workers.serving.kv_transfer as rpc
 from holdfast.errors import JournalUnavailable, SessionReleased, StaleEpoch
+from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.fleet.migration import DrainReport
@@ -79,7 +80,7 @@ async def test_a_drain_migrates_sessions_with_their_kv(tmp_path: Path, tp: int) 
             metrics = (await http.get("/metrics")).text
             assert 'holdfast_migrations_total{outcome="migrated"} 3.0' in metrics
         assert (answer["sessions_migrated"], answer["sessions_left"], answer["turns_preempted"]) == (3, 0, 0), answer
-        page_bytes = cluster.workers["w1"]._leader.rank.kv.page_bytes
+        (page_bytes,) = cluster.workers["w1"]._leader.rank.kv.page_bytes
         assert answer["bytes"] == answer["pages"] * page_bytes * tp
         assert answer["pages"] <= 3 * -(-(len(PROMPT) + 24) // ENGINE.page_size), "a page comes once at most"
         await swept(cluster)
@@ -98,8 +99,9 @@ def pages_sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
     async def sending(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
         async for pages in read(self, request, context):
-            if pages.first_page in before:
-                await before.pop(pages.first_page)()
+            first = unpack_tokens(pages.columns)[0]
+            if first in before:
+                await before.pop(first)()
             yield pages
 
     monkeypatch.setattr(rpc.KVServer, "Read", sending)
@@ -113,9 +115,9 @@ async def test_a_broken_transfer_resumes_where_it_broke(
     async with two_workers(tmp_path, ["s"]) as (cluster, stub, expected):
         write, written = rpc.write_pages, []
 
-        def noted(rank: Any, request: Any, first: int, pages: list[bytes]) -> None:
-            written.append(first)
-            write(rank, request, first, pages)
+        def noted(rank: Any, request: Any, group: int, columns: list[int], pages: list[bytes]) -> None:
+            written.extend(columns)
+            write(rank, request, group, columns, pages)
 
         monkeypatch.setattr(rpc, "write_pages", noted)
 
@@ -133,7 +135,7 @@ async def test_a_damaged_page_is_read_again(tmp_path: Path, monkeypatch: pytest.
         check, seen = rpc._pages_of, []
 
         def damaged(chunk: Any, *rest: Any) -> Any:
-            seen.append(chunk.first_page)
+            seen.append(unpack_tokens(chunk.columns)[0])
             if len(seen) in bad:
                 chunk.data = chunk.data[:70] + bytes([chunk.data[70] ^ 1]) + chunk.data[71:]
             return check(chunk, *rest)
@@ -164,7 +166,7 @@ async def test_a_worker_that_dies_during_a_migration_costs_no_session(
 
         pages_sent[5] = hang
         moving = asyncio.create_task(migrate(cluster))
-        await reached.wait()
+        await asyncio.wait_for(reached.wait(), 15)
         await cluster.lose_worker(dies)
         await cluster.announce()
         assert (await asyncio.wait_for(moving, 15)).sessions_left == 1
@@ -186,7 +188,7 @@ async def test_a_turn_or_release_preempts_the_migration_of_its_session(
 
         monkeypatch.setattr(rpc.Importer, "_fetch", slow)
         moving = asyncio.create_task(migrate(cluster))
-        await reached.wait()
+        await asyncio.wait_for(reached.wait(), 15)
         if comes == "turn":
             running = asyncio.create_task(turn(stub, "s", [7, 8, 9]))
             await until(lambda: cluster.router.core.sessions.running_turn("s"), 5, "the turn to begin")

@@ -148,7 +148,7 @@ async def test_logprobs_of_input_and_output(http: httpx.AsyncClient) -> None:
 async def test_flush_health_and_model_info(http: httpx.AsyncClient, cluster: Harness) -> None:
     await generate(http, body(input_ids=list(range(100, 150))))
     assert (await http.post("/flush_cache")).status_code == 200
-    assert all(w._leader.cache.pool.num_cached == 0 for w in cluster.workers.values())
+    assert all(w._leader.cache.groups[0].pool.num_cached == 0 for w in cluster.workers.values())
     assert (await http.get("/health")).status_code == 200
     assert (await http.get("/get_model_info")).json()["is_generation"] is True
 

@@ -7,14 +7,22 @@ right one from the transcript alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from workers.config import EngineConfig
 from workers.engine.rank import Batch, StepResult
 from workers.engine.step_log import RecordedCache
-from workers.kv import PageCopy, SessionCache, TableUpdate
+from workers.kv import (
+    GroupSpec,
+    PageCopy,
+    SessionCache,
+    TableUpdate,
+    full_group,
+    latent_group,
+    window_group,
+)
 from workers.models.parallel import Shard
 from workers.scheduling import Step
 
@@ -44,29 +52,41 @@ def expected_output(history: Sequence[int], seed: int, count: int) -> list[int]:
 
 
 class SimulatedKV:
-    """Pages of (token, chain) pairs."""
+    """Pages of (token, chain) pairs, by KV group."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, num_groups: int) -> None:
         self._page_size = page_size
-        self._pages: dict[int, list[tuple[int, int]]] = {}
-        self.page_bytes = page_size * PAIR.size
+        self._pages: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.page_bytes = [page_size * PAIR.size] * num_groups
 
-    def page(self, page: int) -> list[tuple[int, int]]:
-        return self._pages.setdefault(page, [(-1, 0)] * self._page_size)
+    def page(self, group: int, page: int) -> list[tuple[int, int]]:
+        return self._pages.setdefault((group, page), [(-1, 0)] * self._page_size)
 
-    def copy(self, source: int, target: int) -> None:
-        self._pages[target] = list(self.page(source))
+    def copy(self, group: int, source: int, target: int) -> None:
+        self._pages[group, target] = list(self.page(group, source))
 
-    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
-        return [b"".join(PAIR.pack(*pair) for pair in self.page(page)) for page in pages]
+    def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
+        return [b"".join(PAIR.pack(*pair) for pair in self.page(group, page)) for page in pages]
 
-    def write_pages(self, pages: Sequence[int], data: Sequence[bytes]) -> None:
+    def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes]) -> None:
         for page, content in zip(pages, data, strict=True):
-            self._pages[page] = list(PAIR.iter_unpack(content))
+            self._pages[group, page] = list(PAIR.iter_unpack(content))
+
+
+GROUPS: dict[str, Callable[[int], list[GroupSpec]]] = {
+    "full": lambda pages: [full_group(pages)],
+    "latent": lambda pages: [latent_group(pages)],
+    "window": lambda pages: [window_group(pages, 9)],
+    "full + window": lambda pages: [full_group(pages), window_group(pages * 3 // 4, 9)],
+    "window + latent + window": lambda pages: [window_group(pages, 3), latent_group(pages), window_group(pages, 30)],
+}
+"""The kinds of KV that simulated models have, given the pages of a group that keeps all tokens."""
 
 
 class SimulatedRank:
     """In place of ``Rank``: the real cache, and no model."""
+
+    kinds = "full"
 
     def __init__(self, config: EngineConfig, group: Any = None) -> None:
         self.shard = group.shard if group is not None else Shard()
@@ -75,9 +95,10 @@ class SimulatedRank:
         self.context_len = config.context_length
         leads = self.shard.size > 1 and self.shard.rank == 0
         kind = RecordedCache if leads else SessionCache
-        self.cache = kind(config.max_total_tokens // config.page_size, config.page_size, config.max_sessions)
-        self._tables: dict[tuple[int, int], int] = {}
-        self.kv = SimulatedKV(config.page_size)
+        groups = GROUPS[self.kinds](config.max_total_tokens // config.page_size)
+        self.cache = kind(groups, config.page_size, config.max_sessions, config.resume_points)
+        self._tables: dict[tuple[int, int, int], int] = {}
+        self.kv = SimulatedKV(config.page_size, len(groups))
         self.layout = f"{config.page_size}, {self.shard.size} ranks"
 
     def apply(self, step: Step, batch: Batch) -> StepResult:
@@ -90,30 +111,44 @@ class SimulatedRank:
 
     def compute(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> list[int]:
         """Each turn's chain after its share of the batch, from what the pages say of all before."""
-        for row, column, page in table_updates:
-            self._tables[row, column] = page
+        for group, row, column, page in table_updates:
+            self._tables[group, row, column] = page
         for copy in copies:
-            self.kv.copy(copy.source, copy.target)
+            self.kv.copy(*copy)
         self.cache.finish_copies(len(copies))
         chains, at = [], 0
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
-            # A decode trusts its last position, a longer share reads all that attention would.
-            chain = self._read(row, start) if count > 1 else self._entry(row, start - 1)[1] if start else 0
+            chain = self._chain_before(row, start, count)
             for position, token in enumerate(batch.tokens[at : at + count], start):
                 chain = chained((token,), chain)
-                page, offset = self._place(row, position)
-                self.kv.page(page)[offset] = (token, chain)
+                for group in range(len(self.cache.groups)):
+                    page, offset = self._place(group, row, position)
+                    self.kv.page(group, page)[offset] = (token, chain)
             at += count
             chains.append(chain)
         return chains
 
-    def _read(self, row: int, length: int) -> int:
-        return chained(self._entry(row, position)[0] for position in range(length))
+    def _chain_before(self, row: int, start: int, count: int) -> int:
+        """What the pages say of all tokens before ``start``; a wrong answer if two groups differ."""
+        chains = []
+        for group in self.cache.groups:
+            # A whole-prefix group: a decode trusts its last position, a longer share reads all that attention would.
+            if not group.window and count > 1:
+                chains.append(chained(self._entry(group.index, row, p)[0] for p in range(start)))
+                continue
+            first = start - 1 if not group.window else max(0, start - group.window + 1)
+            chain = self._entry(group.index, row, first)[1] if 0 <= first < start else None
+            for position in range(first + 1, start) if chain is not None else ():
+                # The window's first position is trusted, the others follow from it.
+                chain = chained((self._entry(group.index, row, position)[0],), chain)
+            if chain is not None:
+                chains.append(chain)
+        return chains[0] if len(set(chains)) == 1 else chained(chains)
 
-    def _entry(self, row: int, position: int) -> tuple[int, int]:
-        page, offset = self._place(row, position)
-        return self.kv.page(page)[offset]
+    def _entry(self, group: int, row: int, position: int) -> tuple[int, int]:
+        page, offset = self._place(group, row, position)
+        return self.kv.page(group, page)[offset]
 
-    def _place(self, row: int, position: int) -> tuple[int, int]:
+    def _place(self, group: int, row: int, position: int) -> tuple[int, int]:
         column, offset = divmod(position, self.cache.page_size)
-        return self._tables[row, column], offset
+        return self._tables[group, row, column], offset

@@ -59,7 +59,9 @@ def _ready_at_once(self: LogWriter, index: int, ready: Callable[[Any], None], *,
 
 
 def _fork_without_references(self: SessionCache, *args: Any) -> Any:
-    with mock.patch.object(self.pool, "incref"):
+    with contextlib.ExitStack() as stack:
+        for group in self.groups:
+            stack.enter_context(mock.patch.object(group.pool, "incref"))
         return _fork(self, *args)
 
 

@@ -17,6 +17,7 @@ from tests.simulation.cluster import Cluster, simulated_edges
 from tests.simulation.engine import STEPS_S, SimulatedLeader
 from tests.simulation.faults import Faults
 from tests.simulation.loop import SimulatedLoop, Stuck
+from tests.simulation.model import GROUPS, SimulatedRank
 from workers.kv import SessionCache
 
 SETTLE_S = 30.0
@@ -84,6 +85,7 @@ def run_seed(seed: int) -> Result:
 def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None]) -> None:
     cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace)
     SimulatedLeader.step_s = rng.choice(STEPS_S)
+    SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))
@@ -189,9 +191,12 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
 
 
 def _state(cache: SessionCache) -> Any:
-    """What a digest stands for: every reference count, every slot's page table and lengths."""
+    """What a digest stands for: every reference count, every slot's page tables and lengths."""
     slots = {
-        slot.session_id: (slot.row, slot.running, slot.committed_len, slot.allocated_len, slot.base_len, slot.pages)
+        slot.session_id: (
+            (slot.row, slot.running, slot.committed_len, slot.allocated_len, slot.reserved_len, slot.base_len),
+            (slot.turn_starts, [table.pages for table in slot.tables]),
+        )
         for slot in cache.slots.values()
     }
-    return cache.pool.refcounts, slots
+    return [group.pool.refcounts for group in cache.groups], slots

@@ -126,7 +126,7 @@ def test_release_frees_at_any_moment() -> None:
     engine.commands()
     engine.leader.step()
     assert freed.result(1).ranks[0].pages_freed > 0 and engine.last("t").finish == Finish("abort", "released")
-    assert engine.cache.pool.num_free == engine.cache.pool.num_pages
+    assert engine.cache.groups[0].pool.num_free == engine.cache.groups[0].pool.num_pages
     engine.submit("t2", "s", list(range(20, 60)))
     later = engine.leader.release_session("s", 1, after_turn=True)
     engine.commands()

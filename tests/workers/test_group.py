@@ -14,6 +14,7 @@ from holdfast.v1 import rank_pb2, worker_pb2
 from tests.workers.engine import SMALL, Engine
 from tests.workers.groups import GroupEngine
 from workers.engine.step_log import LogReader, LogWriter, RecordedCache
+from workers.kv import full_group
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams
 
@@ -122,7 +123,7 @@ def play(engine: Engine, seed: int) -> tuple[dict[str, list[int]], list[object]]
     engine.leader.flush()
     engine.commands()
     engine.updates.clear()
-    assert engine.cache.pool.num_free == engine.cache.pool.num_pages
+    assert engine.cache.groups[0].pool.num_free == engine.cache.groups[0].pool.num_pages
     return outputs, answers
 
 
@@ -157,7 +158,7 @@ def test_release_and_free_tail_answer_for_every_rank_at_one_index(group: GroupEn
     group.settle()
     assert {rank.pages_freed for rank in released.result(5).ranks} == {3}
     for cache in (group.cache, group.followers[1].rank.cache):
-        assert cache.pool.num_free == cache.pool.num_pages and not cache.slots
+        assert cache.groups[0].pool.num_free == cache.groups[0].pool.num_pages and not cache.slots
 
 
 def test_a_release_ends_the_turn_that_another_release_waits_for(group: GroupEngine) -> None:
@@ -220,9 +221,9 @@ def free_a_page_twice(group: GroupEngine) -> None:
 
     def twice(slot, keep_len: int) -> int:  # type: ignore[no-untyped-def]
         freed = cut(slot, keep_len)
-        held = next(s for s in cache.slots.values() if s.pages)
-        if freed and not cache.index._by_page.get(held.pages[-1]):
-            cache.pool.decref(held.pages[-1])
+        held = next(s for s in cache.slots.values() if s.tables[0].pages)
+        if freed and cache.index.entry_of(0, held.tables[0].pages[-1]) is None:
+            cache.groups[0].pool.decref(held.tables[0].pages[-1])
         return freed
 
     cache._cut = twice  # type: ignore[method-assign]
@@ -231,13 +232,13 @@ def free_a_page_twice(group: GroupEngine) -> None:
 def flip_a_refcount(group: GroupEngine) -> None:
     cache = group.followers[1].rank.cache
     # Past the core: memory that changed by itself, of a page that this step touches.
-    page = cache.slots["s"].pages[-1]
-    cache.pool.refcounts[page] ^= 2
+    page = cache.slots["s"].tables[0].pages[-1]
+    cache.groups[0].pool.refcounts[page] ^= 2
 
 
 def forget_a_page_of_a_table(group: GroupEngine) -> None:
     slot = group.followers[1].rank.cache.slots["s"]
-    slot.pages[-1] = group.followers[1].rank.cache.pool.free_pages()[0]
+    slot.tables[0].pages[-1] = group.followers[1].rank.cache.groups[0].pool.free_pages()[0]
 
 
 CORRUPTIONS: dict[str, Callable[[GroupEngine], None]] = {
@@ -280,15 +281,15 @@ def test_steps_out_of_order_are_refused(group: GroupEngine) -> None:
 
 
 def test_an_entry_of_another_incarnation_is_refused() -> None:
-    cache = RecordedCache(8, 4)
+    cache = RecordedCache([full_group(8)], 4)
     entry = LogWriter(incarnation=2, num_followers=1).append([], None, cache.digest())
     with pytest.raises(RankDiverged, match="entry of incarnation 2, this rank is of 1"):
-        LogReader(RecordedCache(8, 4), incarnation=1).apply(entry)
+        LogReader(RecordedCache([full_group(8)], 4), incarnation=1).apply(entry)
 
 
 def test_an_entry_that_cannot_be_applied_is_refused_not_half_believed() -> None:
-    cache = RecordedCache(8, 4)
-    reader, writer = LogReader(RecordedCache(8, 4), 1), LogWriter(1, 1)
+    cache = RecordedCache([full_group(8)], 4)
+    reader, writer = LogReader(RecordedCache([full_group(8)], 4), 1), LogWriter(1, 1)
     op = rank_pb2.Op(extend=rank_pb2.ExtendOp(rows=pack_tokens(new_tokens([3])), num_tokens=1))
     with pytest.raises(RankDiverged, match=r"entry 1 cannot be applied: KeyError\(3\)"):
         reader.apply(writer.append([op], None, cache.digest()))

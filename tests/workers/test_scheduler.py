@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import PromptTooLong, QueueFull, SessionBusy
-from workers.kv import Outcome, SessionCache
+from workers.kv import Outcome, SessionCache, full_group, window_group
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams, Scheduler, SchedulerLimits, Step, Turn
 
@@ -25,8 +25,9 @@ ARRIVALS = st.lists(
 class Played:
     """Runs steps: copies are done, sampled tokens are made up from what was computed."""
 
-    def __init__(self, page_size: int, num_pages: int, step_tokens: int) -> None:
-        self.cache = SessionCache(num_pages, page_size, max_slots=8)
+    def __init__(self, page_size: int, num_pages: int, step_tokens: int, windows: tuple[int, ...] = ()) -> None:
+        groups = [full_group(num_pages), *(window_group(max(4, num_pages // 2), window) for window in windows)]
+        self.cache = SessionCache(groups, page_size, max_slots=8)
         limits = SchedulerLimits(context_len=64, step_tokens=step_tokens, max_running=4, max_waiting=6)
         self.scheduler = Scheduler(self.cache, limits)
         self.waited: dict[str, int] = {}
@@ -50,15 +51,20 @@ class Played:
 
 
 @settings(max_examples=150, deadline=None)
-@example(arrivals=[(0, 39, 12, 0, False)], page_size=1, tokens=48, step_tokens=4)  # ends where the pool does
+@example(
+    arrivals=[(0, 39, 12, 0, False)], page_size=1, tokens=48, step_tokens=4, windows=()
+)  # ends where the pool does
 @given(
     arrivals=ARRIVALS,
     page_size=st.sampled_from([1, 4, 16]),
     tokens=st.integers(48, 160),
     step_tokens=st.integers(4, 40),
+    windows=st.sampled_from([(), (3,), (30,), (2, 17)]),
 )
-def test_every_turn_ends_and_no_page_is_lost(arrivals: list, page_size: int, tokens: int, step_tokens: int) -> None:
-    played = Played(page_size, -(-tokens // page_size) + 1, step_tokens)
+def test_every_turn_ends_and_no_page_is_lost(
+    arrivals: list, page_size: int, tokens: int, step_tokens: int, windows: tuple[int, ...]
+) -> None:
+    played = Played(page_size, -(-tokens // page_size) + 1, step_tokens, windows)
     scheduler, ended = played.scheduler, 0
     for number, (session, size, output, pause, aborted) in enumerate(arrivals):
         params = SamplingParams(max_tokens=output)
@@ -82,12 +88,12 @@ def test_every_turn_ends_and_no_page_is_lost(arrivals: list, page_size: int, tok
     for session_id in list(played.cache.slots):
         played.cache.release_session(session_id)
     played.cache.flush()
-    assert played.cache.pool.num_free == played.cache.pool.num_pages
+    assert played.cache.num_free() == [group.pool.num_pages for group in played.cache.groups]
 
 
 def test_refused_turns_leave_nothing() -> None:
     played = Played(4, 16, 8)
-    state = list(played.cache.pool.refcounts)
+    state = list(played.cache.groups[0].pool.refcounts)
     for size in (64, 100):
         try:
             played.scheduler.submit(Turn("t", "s", "", new_tokens([1] * size), size, 0, SamplingParams()))
@@ -95,7 +101,7 @@ def test_refused_turns_leave_nothing() -> None:
             assert "maximum allowed length" in error.message
         else:
             raise AssertionError("it was accepted")
-    assert state == played.cache.pool.refcounts and not played.cache.slots
+    assert state == played.cache.groups[0].pool.refcounts and not played.cache.slots
 
 
 def test_many_turns_of_one_tenant_do_not_hold_up_another() -> None:
