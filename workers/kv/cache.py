@@ -59,10 +59,10 @@ class SessionCache(SlotStore):
         self._idle.pop(session_id, None)
         del slot.tokens[keep_len:]
         self._cut(slot, min(keep_len, len(tokens) - 1))
+        if self.windows:
+            self._slide(slot)  # before pages are added: the window before the turn's start must stay
         if match_prefix:
             self._take_cached_prefix(slot, tokens)
-        if self.windows:
-            self._slide(slot)
         return slot.committed_len
 
     def reserve(self, session_id: str, num_tokens: int) -> None:

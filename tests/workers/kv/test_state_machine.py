@@ -155,9 +155,9 @@ class KVCore(RuleBasedStateMachine):
         assert len(results) == 1, "resume twice is resume once (L6)"
         cached = results.pop()
         assert at_least <= cached <= len(tokens) - 1
-        # A prefix that was matched past the turn's start brings the window at its own end alone.
-        model.keeps_start = cached <= keep
-        model.resumed_len = cached if model.keeps_start else 0
+        # A prefix that was matched from before the turn's start to past it brings the window at its own end alone.
+        model.keeps_start = cached <= keep or at_least == keep
+        model.resumed_len = min(cached, keep) if model.keeps_start else 0
 
     @precondition(lambda self: any(m.running for m in self.model.values()))
     @rule(data=st.data(), num_draft=st.integers(0, 5), chunk=st.integers(1, 20))
@@ -395,6 +395,7 @@ class KVCore(RuleBasedStateMachine):
             for column in part:
                 if column >= first and committed > cached:
                     assert ours.pages[column] != FREED, "what is sent has a page"
+                    assert self.cache.audit().ok
                     kv[ours.pages[column]] = list(kv[theirs.pages[column]])
         if committed > cached:
             self.cache.commit({into: tokens[cached:committed]})
@@ -402,6 +403,25 @@ class KVCore(RuleBasedStateMachine):
         self.cache.finish(into, "import", Outcome.COMPLETED, tokens[reached:])
         self.model[into].tokens = list(tokens)
         self.forget_evicted()
+
+    @precondition(lambda self: self.cache.slots)
+    @rule(data=st.data())
+    def tamper(self, data: st.DataObject) -> None:
+        """A change that no operation made, in any group, changes the digest (L8); then it is taken back."""
+        self.follow()
+        group = data.draw(st.sampled_from(self.cache.groups))
+        slot = self.cache.slots[data.draw(st.sampled_from(sorted(self.cache.slots)))]
+        table, digest = slot.tables[group.index], self.cache.digest()
+        changed = data.draw(st.sampled_from(["table", "count"] if table.held() else ["count"]))
+        page = data.draw(st.integers(0, group.pool.num_pages - 1))
+        for change in (1, -1):
+            if changed == "table":
+                table.digest += change
+                self.cache._digest.touch(slot)
+            else:
+                group.pool.refcounts[page] += change
+                group.pool.touched.add(page)
+            assert (self.cache.digest() == digest) == (change < 0)
 
     @rule()
     def finish_step(self) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.errors import UnsupportedModel
 from tests.parity.checkpoints import make_checkpoint
-from workers.models import ModelConfig, load_decoder
+from workers.models import load_decoder, read_config
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> None:
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     load_decoder(folder, config, device=torch.device("cpu"), dtype=torch.float32, context_len=64)
 
 
@@ -37,13 +37,15 @@ def load(folder: Path) -> None:
         ({"rope_parameters": [1]}, "rope_parameters: must be an object"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_scaling.rope_theta: must be a number"),
         ({"layer_types": 7}, "layer_types: must be a list"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"sliding_window": 128}, "sliding_window: 128"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type: 'longrope'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: gptq is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: fp8 is not supported for Llama"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type: 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_scaling.long_factor: must hold 8"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_scaling.factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: 0.2 leaves 3 of 16"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"dtype": "int8"}, "dtype: int8"),
@@ -57,6 +59,37 @@ def test_config_field_is_named(folder: Path, changes: dict[str, Any], named: str
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UnsupportedModel) as caught:
         load(folder)
+    assert named in caught.value.message
+
+
+OTHERS = [
+    ("mistral-window", {"layer_types": ["sliding_attention"]}, "layer_types: ['sliding_attention'] are not supported"),
+    ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ("gpt-oss", {"sliding_window": None}, "sliding_window: 0 is not a window"),
+    ("gpt-oss", {"num_local_experts": 3}, "mlp.experts.gate_up_proj: has shape"),
+    ("gpt-oss", {"swiglu_limit": "seven"}, "swiglu_limit: must be a number"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation: 'relu'"),
+    ("deepseek-v3", {"kv_lora_rank": 12}, "kv_a_proj_with_mqa.weight: has shape"),
+    ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax'"),
+    ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob: True"),
+    ("deepseek-v2", {"topk_method": "best"}, "topk_method: 'best'"),
+    ("qwen3-moe", {"num_experts_per_tok": None}, "num_experts_per_tok: must be a positive integer"),
+    (
+        "deepseek-v3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+        "quantization_config.weight_block_size: 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "named"), OTHERS)
+def test_a_field_of_a_family_is_named(tmp_path: Path, name: str, changes: dict[str, Any], named: str) -> None:
+    make_checkpoint(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UnsupportedModel) as caught:
+        load(tmp_path)
     assert named in caught.value.message
 
 

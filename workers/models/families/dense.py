@@ -88,5 +88,7 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     if windows is None:
         f.refuse("sliding_window", 0, "null (full attention)")
+        if types := set(f.items("layer_types")) - {"full_attention"}:
+            raise UnsupportedModel(f"layer_types: {', '.join(map(str, types))}: this family has full attention alone")
         windows = [0] * f.size("num_hidden_layers")
     return tuple(LayerSpec(replace(mixer, window=window), mlp(f), norms) for window in windows)

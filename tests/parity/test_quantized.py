@@ -1,0 +1,98 @@
+"""Checkpoints with FP8 blocks and MXFP4 load as what their values say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.test_logits import PagedModel, load
+from workers.models.quantized import FP4_VALUES, from_mxfp4
+
+BLOCK = (8, 16)
+FP8_MAX = 448.0
+
+
+def logits(folder: Path) -> torch.Tensor:
+    return PagedModel(load(folder), 4).feed(list(range(5, 45)))
+
+
+def rewrite(folder: Path, state: dict[str, torch.Tensor], **config: Any) -> None:
+    save_file(state, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight in E4M3 blocks, their inverse scales, and what the two stand for. The last blocks are cut."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    stored, meant = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = (slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1]))
+            scales[i, j] = weight[at].abs().max() / FP8_MAX
+            stored[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn)
+            meant[at] = stored[at].float() * scales[i, j]
+    return stored, scales, meant
+
+
+def test_fp8_blocks(tmp_path: Path) -> None:
+    make_checkpoint("deepseek-v3", tmp_path)
+    plain, quantized = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in list(plain.items()):
+        quantized[name] = weight
+        if name.endswith("_proj.weight") or ("kv_a_proj" in name and weight.ndim == 2):
+            quantized[name], quantized[f"{name}_scale_inv"], plain[name] = blocks_of(weight)
+    rewrite(tmp_path, plain)
+    expected = logits(tmp_path)
+    rewrite(tmp_path, quantized, quantization_config={"quant_method": "fp8", "weight_block_size": list(BLOCK)})
+    torch.testing.assert_close(logits(tmp_path), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_mxfp4(tmp_path: Path, page: int) -> None:
+    make_checkpoint("gpt-oss", tmp_path, hidden_size=64, intermediate_size=96, seed=page)
+    plain = load_file(tmp_path / "model.safetensors")
+    quantized = dict(plain)
+    generator = torch.Generator().manual_seed(page)
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = plain[name].shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        del quantized[name]
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = torch.stack([by_hand(*pair) for pair in zip(blocks, scales, strict=True)]).transpose(1, 2)
+        plain[name] = plain[name].contiguous()
+    rewrite(tmp_path, plain)
+    expected = logits(tmp_path)
+    rewrite(tmp_path, quantized, quantization_config={"quant_method": "mxfp4"})
+    torch.testing.assert_close(logits(tmp_path), expected, atol=1e-5, rtol=1e-5)
+
+
+def by_hand(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """One value at a time, as the specification says."""
+
+    def value(bits: int) -> float:
+        return (-1.0 if bits & 8 else 1.0) * FP4_VALUES[bits & 7]
+
+    rows = []
+    for row, row_scales in zip(blocks.tolist(), scales.tolist(), strict=True):
+        values = []
+        for group, scale in zip(row, row_scales, strict=True):
+            for byte in group:
+                values += [value(byte & 15) * 2.0 ** (scale - 127), value(byte >> 4) * 2.0 ** (scale - 127)]
+        rows.append(values)
+    return torch.tensor(rows)
+
+
+def test_every_value_of_mxfp4() -> None:
+    blocks = torch.arange(16, dtype=torch.uint8).repeat_interleave(1)[None, None, :] * 17
+    scales = torch.tensor([[128]], dtype=torch.uint8)
+    both = [2 * v for v in (*FP4_VALUES, *(-v for v in FP4_VALUES)) for _ in range(2)]
+    assert from_mxfp4(blocks, scales)[0].tolist() == both

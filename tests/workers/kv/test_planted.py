@@ -1,0 +1,92 @@
+"""Planted bugs of KV groups, each a plausible mistake of a line, which the state machine must find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from holdfast.errors import HoldfastError
+from tests.workers.kv.test_state_machine import KVCore
+from workers.kv.digest import StateDigest
+from workers.kv.page_table import PageTable, WindowTables
+from workers.kv.prefix import PrefixIndex
+from workers.kv.slot import Slot
+
+MAX_EXAMPLES = 1500
+_slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
+
+
+def _slide_early(self: WindowTables, table: PageTable, committed_len: int) -> int:
+    return _slide(self, table, committed_len + 1)
+
+
+def _points_of_idle(self: Slot) -> tuple[int, ...]:
+    return self.turn_starts
+
+
+def _first_group_s_element(self: StateDigest, slot: Slot) -> int:
+    with mock.patch.object(slot, "tables", slot.tables[:1]):
+        return _element(self, slot)
+
+
+def _index_in_the_first_group(self: PrefixIndex, parent: Any, tokens: Any, tables: Any, *rest: Any) -> Any:
+    pool = self._groups[0].pool
+    with contextlib.ExitStack() as stack:
+        for group in self._groups[1:]:
+            stack.enter_context(mock.patch.object(group, "pool", pool))
+        return _add(self, parent, tokens, tables, *rest)
+
+
+PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a window page is freed one token early": lambda: mock.patch.object(WindowTables, "slide", _slide_early),
+    "the window before an abort's resume point is freed": lambda: mock.patch.object(
+        Slot, "resume_points", _points_of_idle
+    ),
+    "a prefix match is longer than the window held": lambda: mock.patch.object(
+        PrefixIndex, "_windows", lambda self, tables: []
+    ),
+    "a group is left out of the digest": lambda: mock.patch.object(StateDigest, "_element", _first_group_s_element),
+    "a page is counted in two groups": lambda: mock.patch.object(PrefixIndex, "add", _index_in_the_first_group),
+    "none": contextlib.nullcontext,
+}
+
+
+def examples_to_find(name: str, max_examples: int, seed: int = 0) -> int | None:
+    """How many examples the machine takes to fail under a planted bug; None: more than ``max_examples``."""
+    count = 0
+
+    class Counted(KVCore):
+        def __init__(self) -> None:
+            nonlocal count
+            count += 1
+            super().__init__()
+
+    profile = settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with PLANTED[name]():
+        try:
+            run_state_machine_as_test(Counted, settings=profile)
+        except (AssertionError, IndexError, KeyError, HoldfastError):
+            return count
+    return None
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str) -> None:
+    found = examples_to_find(name, MAX_EXAMPLES)
+    print(f"{name}: found after {found} examples")
+    assert (found is None) == (name == "none")
