@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import kv_core, ranks
+from benchmarks import kv_core, kv_memory, ranks
+from workers.kv import full_group, window_group
 
 
 async def test_the_parts_of_a_step_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,5 +14,11 @@ async def test_the_parts_of_a_step_are_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert set(figures["us of a step, p50"]) >= {"plan", "log", "apply", "collect", "step"}
 
 
-def test_a_turn_of_the_kv_core_is_timed() -> None:
-    assert kv_core.turn_us(1024, 16) > 0
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_turn_of_the_kv_core_is_timed(num_groups: int) -> None:
+    assert kv_core.turn_us(1024, 16, num_groups) > 0
+
+
+def test_an_idle_session_holds_windows_for_its_end_and_its_last_turn() -> None:
+    held = kv_memory.pages_held([full_group(2056), window_group(2056, 128)], 32_768)
+    assert held["full"] == 2048 and held["window 128"] <= 2 * (128 // 16 + 1)

@@ -231,7 +231,7 @@ async def test_metrics_and_health(cluster: Harness, client: AsyncOpenAI) -> None
     async with httpx.AsyncClient(base_url=cluster.url) as http:
         assert (await http.get("/health")).status_code == 200
         text = (await http.get("/metrics")).text
-    assert 'holdfast_worker_pages{state="free",worker="w0"}' in text
+    assert 'holdfast_worker_pages{group="full",state="free",worker="w0"}' in text
     assert "holdfast_time_to_first_token_seconds_count 1.0" in text
     assert f"holdfast_output_tokens_total {answer.usage.completion_tokens}.0" in text
     assert "holdfast_workers_alive 2.0" in text

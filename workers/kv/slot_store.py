@@ -122,16 +122,17 @@ class SlotStore:
         return num_freed
 
     def _slide(self, slot: Slot) -> int:
-        """Free what neither the committed length nor a resume point needs; both may have changed.
+        """Free what was held for resume points that are none any more. Returns how many pages became free.
 
-        Returns how many pages became free.
+        Where the points are the same there is nothing to do: ``commit`` has slid the windows already.
         """
-        num_freed, points = 0, slot.resume_points()
-        if points != slot.protected_points:
-            slot.protected_points = points
-            num_freed = sum([group.protect(slot.tables[group.index], points) for group in self.windows])
+        points = slot.resume_points()
+        if points == slot.protected_points:
+            return 0
+        slot.protected_points, num_freed = points, 0
         for group in self.windows:
-            num_freed += group.slide(slot.tables[group.index], slot.committed_len)
+            table = slot.tables[group.index]
+            num_freed += group.protect(table, points) + group.slide(table, slot.committed_len)
         return num_freed
 
     def _make_room(self, wanted: Sequence[tuple[GroupTables, int]]) -> None:
