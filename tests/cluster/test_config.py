@@ -20,6 +20,13 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert config.engine().page_size == 32
 
 
+def test_a_switch_is_a_flag_with_an_opposite(tmp_path: Path) -> None:
+    assert not load_config(None, {}).engine().expert_parallel
+    assert load_config(None, {"ep": True}).engine().expert_parallel
+    text = CliRunner().invoke(cli, ["serve", "--help"]).output
+    assert "--ep / --no-ep" in text
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -28,6 +35,8 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("workers: many", "workers: "),
         ("device: tpu", "device: "),
         ("port: 70000", "port: "),
+        ("swa_full_tokens_ratio: 2", "swa_full_tokens_ratio: "),
+        ("resume_points: -1", "resume_points: "),
         ("- a list", "must contain keys and values"),
         ("a: [", "not valid YAML"),
     ],

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from holdfast.errors import ConfigError
 from workers.config import EngineConfig
 from workers.kv import GroupKind, GroupSpec
+from workers.kv.groups import window_pages
 from workers.models import ModelConfig
 from workers.models.kv_pool import page_sizes_bytes
 
@@ -20,7 +22,22 @@ SESSION_TOKENS = 4096
 
 
 def pages_by_group(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[int]:
-    """The pages of each KV group of ``model`` (this rank's shard), by ``max_total_tokens`` or by free memory."""
+    """The pages of each KV group of ``model`` (this rank's shard), by ``max_total_tokens`` or by free memory.
+
+    Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs.
+    """
+    pages = _by_memory(config, model, dtype, device)
+    for group, ours in zip(model.kv_groups, pages, strict=True):
+        needed = min(max(pages), _pages_of_a_turn(config, group.window))
+        if group.window and ours < needed:
+            raise ConfigError(
+                f"swa_full_tokens_ratio: {config.swa_full_tokens_ratio} leaves {ours} pages for the window of "
+                f"{group.window} tokens, and a turn needs {needed}; raise it, or lower chunked_prefill_size"
+            )
+    return pages
+
+
+def _by_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[int]:
     sizes = page_sizes_bytes(model, config.page_size, dtype)
     if config.max_total_tokens is not None:
         return _divide(config, model, -(-config.max_total_tokens // config.page_size))
@@ -60,5 +77,10 @@ def _window_pages(config: EngineConfig, window: int, pages: int) -> int:
     # As many idle sessions as the other groups hold ...
     for_idle = int(pages * (points + 1) * (window + size) / SESSION_TOKENS)
     # ... and a full batch, so that no turn is retracted for its windows.
-    for_batch = config.max_running_requests * (points + 2) * (-(-window // size) + 1)
-    return max(2, min(pages, for_idle + for_batch - (-config.chunked_prefill_size // size) + 2))
+    for_batch = (config.max_running_requests - 1) * (points + 2) * (-(-window // size) + 1)
+    return max(2, min(pages, for_idle + for_batch + _pages_of_a_turn(config, window)))
+
+
+def _pages_of_a_turn(config: EngineConfig, window: int) -> int:
+    """What a turn can hold of a window group, and one page for a copy on write."""
+    return window_pages(window, config.page_size, config.resume_points, config.chunked_prefill_size) + 1

@@ -101,8 +101,11 @@ def plan_attention(
     longest = max(ends)
     # Padding reads unneeded KV; a call for each sequence has overhead.
     if num > 1 and max(query_lens) == 1 and longest * num <= 2 * sum(ends):
-        columns = torch.tensor(firsts, device=device)[:, None] + torch.arange(-(-longest // page_size), device=device)
-        batch = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
+        num_columns = -(-longest // page_size)
+        batch = tables[:, :num_columns]
+        if any(firsts):
+            columns = torch.tensor(firsts, device=device)[:, None] + torch.arange(num_columns, device=device)
+            batch = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
         mask = None
         if min(ends) != longest or any(starts):
             positions = torch.arange(longest, device=device)[None, :]

@@ -54,3 +54,11 @@ def latent_group(num_pages: int) -> GroupSpec:
 def window_group(num_pages: int, window: int) -> GroupSpec:
     """A group of layers that attend to the last ``window`` tokens."""
     return GroupSpec(GroupKind.WINDOW, num_pages, window)
+
+
+def window_pages(window: int, page_size: int, num_resume_points: int, step_tokens: int) -> int:
+    """The most pages of a window group that a turn holds while it computes ``step_tokens`` a step.
+
+    A window before the committed length, the turn's start and each of the last turns' starts, and the step's own.
+    """
+    return (num_resume_points + 2) * (-(-window // page_size) + 1) + -(-step_tokens // page_size) + 1

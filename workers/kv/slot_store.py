@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from holdfast.errors import OutOfPages, SessionNotFound
 from workers.kv.audit import AuditReport, audit
 from workers.kv.digest import StateDigest
-from workers.kv.groups import GroupSpec
+from workers.kv.groups import GroupSpec, window_pages
 from workers.kv.page_table import FREED, GroupTables, PageCopy, PageTable, TableUpdate, WindowTables
 from workers.kv.prefix import PrefixIndex, chain_digest
 from workers.kv.slot import Slot
@@ -54,11 +54,9 @@ class SlotStore:
         self._digest = StateDigest([group.pool for group in self.groups], page_size)
         self._max_touched = 4 * max_slots
 
-    def window_pages(self, group: GroupTables, step_tokens: int) -> int:
+    def pages_of_a_turn(self, group: GroupTables, step_tokens: int) -> int:
         """The most pages of a window group that a turn holds while it computes ``step_tokens`` a step."""
-        a_window = -(-group.window // self.page_size) + 1
-        # Before the committed length, the turn's start and the starts of the last turns; and the step's own.
-        return (self._num_resume_points + 2) * a_window + -(-step_tokens // self.page_size) + 1
+        return window_pages(group.window, self.page_size, self._num_resume_points, step_tokens)
 
     def num_free(self) -> list[int]:
         """Free pages, by group."""

@@ -128,7 +128,7 @@ class Scheduler:
         """The length up to which any turn can run alone in the group's pool."""
         # One page is reserved for a copy on write.
         num_pages, size = group.pool.num_pages - 1, self.cache.page_size
-        if group.window and num_pages >= self.cache.window_pages(group, self.limits.step_tokens):
+        if group.window and num_pages >= self.cache.pages_of_a_turn(group, self.limits.step_tokens):
             return self.limits.context_len
         return num_pages * size
 
