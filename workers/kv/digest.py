@@ -21,11 +21,12 @@ MASK = 2**64 - 1
 
 
 class StateDigest:
-    """The digest, and the elements it was computed from."""
+    """The digest, and the elements it was computed from. ``configuration``: what ranks must be made alike with."""
 
-    def __init__(self, pools: Sequence[PagePool], page_size: int) -> None:
+    def __init__(self, pools: Sequence[PagePool], configuration: tuple[int, ...]) -> None:
         self._pools = pools
-        self._value = hash((page_size, *(pool.num_pages for pool in pools)))
+        self.configuration = configuration
+        self._value = hash(configuration)
         self._refcounts = [[0] * pool.num_pages for pool in pools]
         self._names: dict[Slot, int] = {}
         self._elements: dict[Slot, int] = {}

@@ -51,7 +51,8 @@ class SlotStore:
         self._free_rows = list(range(max_slots - 1, -1, -1))
         # Slots that could be evicted, least recently used first. Running slots are not in it.
         self._idle: OrderedDict[str, Slot] = OrderedDict()
-        self._digest = StateDigest([group.pool for group in self.groups], page_size)
+        configuration = (page_size, num_resume_points, *(n for spec in groups for n in (spec.num_pages, spec.window)))
+        self._digest = StateDigest([group.pool for group in self.groups], configuration)
         self._max_touched = 4 * max_slots
 
     def pages_of_a_turn(self, group: GroupTables, step_tokens: int) -> int:

@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
             assert (slot.tokens, slot.row, slot.turn_starts) == (other.tokens, other.row, other.turn_starts)
             assert [(t.pages, t.kept) for t in slot.tables] == [(t.pages, t.kept) for t in other.tables]
         digest = ours.digest()
-        afresh = StateDigest([group.pool for group in ours.groups], ours.page_size)
+        afresh = StateDigest([group.pool for group in ours.groups], ours._digest.configuration)
         for group in ours.groups:
             group.pool.touched.update(range(group.pool.num_pages))
         for slot in ours.slots.values():

@@ -197,3 +197,15 @@ def test_g_release_while_decoding_frees_every_group(page_size: int) -> None:
     cache.finish("s", "t2", Outcome.ABORTED)
     assert cache.release_session("s") > 0 and cache.release_session("s") == 0
     assert cache.num_free() == [group.pool.num_pages for group in cache.groups]
+
+
+def test_caches_of_other_windows_or_resume_points_have_another_digest(page_size: int) -> None:
+    """A rank that is configured differently is refused before the first step (L8)."""
+    groups = [full_group(8), window_group(8, WINDOW)]
+    digests = {
+        SessionCache(groups, page_size).digest(),
+        SessionCache(groups, page_size, num_resume_points=2).digest(),
+        SessionCache([groups[0], window_group(8, WINDOW + 1)], page_size).digest(),
+        SessionCache([groups[0], window_group(9, WINDOW)], page_size).digest(),
+    }
+    assert len(digests) == 4
