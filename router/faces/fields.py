@@ -22,6 +22,8 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
 
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -35,6 +37,10 @@ SessionHeader: TypeAlias = Annotated[Name, Header(alias="X-Session-ID")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0.0, le=MAX_REPETITION_PENALTY)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+LogitBias: TypeAlias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]], Field(max_length=MAX_BIASED_TOKENS)
+]
+"""By token id, in JSON a string."""
 
 
 class OpenAIBody(BaseModel):
@@ -88,6 +94,8 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         "min_tokens": s.min_tokens >= 0,
         "stop": len(s.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP for stop in s.stop),
         "stop_token_ids": len(s.stop_token_ids) <= MAX_STOP_TOKENS and min(s.stop_token_ids, default=0) >= 0,
+        "logit_bias": len(s.logit_bias) <= MAX_BIASED_TOKENS
+        and all(token >= 0 and math.fabs(bias) <= MAX_LOGIT_BIAS for token, bias in s.logit_bias.items()),
         "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= MAX_TOP_LOGPROBS,
     }
     for name, valid in ranges.items():

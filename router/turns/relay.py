@@ -128,7 +128,9 @@ class Relay:
             # The worker drains. Known now, before its next beat: it must not be chosen again.
             turn.worker.stats.draining = True
             return await self._dispatch.fail_over(turn)
-        raise error_from_code(update.error_code, update.error_message)
+        error = error_from_code(update.error_code, update.error_message)
+        error.param = update.error_param or None
+        raise error
 
     async def _journal_update(self, turn: LiveTurn, update: worker_pb2.TurnUpdate) -> TurnChunk:
         """Journal an update; only then may its tokens be shown (law L10). Raises SessionReleased."""

@@ -113,6 +113,18 @@ async def test_stop_string_across_token_borders(client: AsyncOpenAI) -> None:
         assert (text, reason) == (free[: free.index(stop)], "stop")
 
 
+async def test_logit_bias_forces_and_bans(client: AsyncOpenAI) -> None:
+    args = {"model": MODEL, "prompt": "Return the", "max_tokens": 6, "logprobs": 0}
+    free = (await client.completions.create(**args, temperature=0)).choices[0]
+    forced = await client.completions.create(**args, logit_bias={"300": 100}, seed=3)
+    token = forced.choices[0].logprobs.tokens[0]
+    assert forced.choices[0].logprobs.tokens == [token] * 6
+    assert min(forced.choices[0].logprobs.token_logprobs) < -1, "logprobs are the model's, without the bias"
+    banned = await client.completions.create(**args, temperature=0, logit_bias={"300": -100})
+    assert token not in banned.choices[0].logprobs.tokens
+    assert free.logprobs.tokens != forced.choices[0].logprobs.tokens
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -122,7 +134,9 @@ async def test_stop_string_across_token_borders(client: AsyncOpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"n": 2}, "n"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]"),
+        ({"logit_bias": {"2048": 1}}, "logit_bias"),
     ],
 )
 async def test_bad_parameters_are_named(client: AsyncOpenAI, change: dict, param: str | None) -> None:
@@ -132,7 +146,7 @@ async def test_bad_parameters_are_named(client: AsyncOpenAI, change: dict, param
     assert caught.value.body["message"] and "Value error" not in caught.value.body["message"]
 
 
-@pytest.mark.parametrize("asked", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logit_bias": {"5": 1}}], ids=str)
+@pytest.mark.parametrize("asked", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}], ids=str)
 async def test_unsupported_parameters_are_refused(client: AsyncOpenAI, asked: dict) -> None:
     with pytest.raises(openai.BadRequestError, match=f"{next(iter(asked))} is not supported"):
         await client.completions.create(model=MODEL, prompt="x", **asked)

@@ -77,6 +77,13 @@ def test_rows_do_not_disturb_each_other() -> None:
     assert together == [sample(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(5)]
 
 
+def test_a_bias_is_added_to_its_tokens_alone() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0]])
+    biased = SamplingRow(SamplingParams(logit_bias=((0, 5.0), (2, -100.0))), [0], 1)
+    assert sample(logits, [biased, SamplingRow(SamplingParams(), [0], 1)]) == [0, 2]
+    assert logits.tolist() == [[6.0, 2.0, -97.0, 0.0], [1.0, 2.0, 3.0, 0.0]]
+
+
 def test_penalties_count_the_right_tokens() -> None:
     flat = torch.zeros(1, 4)
     row = SamplingRow(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)

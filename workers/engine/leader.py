@@ -341,6 +341,8 @@ class Leader:
             raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
         if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
             raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}")
+        if any(not 0 <= token < vocab_size for token, _ in submission.params.logit_bias):
+            raise InvalidRequest(f"logit_bias: each token must be from 0 to {vocab_size - 1}", "logit_bias")
 
     def _end_superseded(self, submission: Submission) -> None:
         """End a turn that an owner with a later epoch replaces, possibly by the same turn after a failover."""

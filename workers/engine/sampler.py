@@ -41,6 +41,9 @@ class TokenLogprobs:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token a row from fp32 ``logits [rows, vocab]``, which is changed in place."""
     for i, row in enumerate(rows):
+        if row.params.logit_bias:
+            tokens, biases = zip(*row.params.logit_bias, strict=True)
+            logits[i, list(tokens)] += torch.tensor(biases, device=logits.device)
         if row.params.penalized:
             _penalize(logits[i], row)
         if row.banned:
@@ -52,8 +55,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         _filter(picked, [rows[i].params for i in drawn])
         keys = [(rows[i].params.seed, len(rows[i].tokens)) for i in drawn]
         logits[drawn] = picked + gumbel_noise(keys, logits.shape[-1], logits.device)
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    return tokens
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    return chosen
 
 
 def logprobs_of(logits: Tensor, chosen: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

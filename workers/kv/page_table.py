@@ -90,7 +90,7 @@ class GroupTables:
     def append_free(self, table: PageTable, count: int) -> None:
         """Append free pages, which the caller has reserved."""
         pages, index, row = table.pages, self.index, table.row
-        for page in self.pool.take_free(count):
+        for page in (self.pool.take_one(),) if count == 1 else self.pool.take_free(count):
             column = len(pages)
             self._updates.append((index, row, column, page))
             table.digest += hash((column, page))
@@ -213,13 +213,16 @@ class WindowTables(GroupTables):
             table.num_evicted = last_freed + 1
 
     def cut(self, table: PageTable, num_kept: int) -> int:
-        num_freed = super().cut(table, num_kept)
-        table.num_evicted, kept = min(table.num_evicted, num_kept), table.kept
-        while kept and kept[-1] >= num_kept:
-            kept.pop()
-        # What comes before the new end may be kept for a resume point: now it is the window itself.
-        while kept and kept[-1] == table.num_evicted - 1:
-            table.num_evicted = kept.pop()
+        num_freed = super().cut(table, num_kept) if len(table.pages) > num_kept else 0
+        if table.num_evicted > num_kept:
+            table.num_evicted = num_kept
+        kept = table.kept
+        if kept:
+            while kept and kept[-1] >= num_kept:
+                kept.pop()
+            # What comes before the new end may be kept for a resume point: now it is the window itself.
+            while kept and kept[-1] == table.num_evicted - 1:
+                table.num_evicted = kept.pop()
         return num_freed
 
     def slide(self, table: PageTable, committed_len: int) -> int:

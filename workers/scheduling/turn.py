@@ -23,6 +23,8 @@ class SamplingParams:
     """Over the output, as OpenAI defines it."""
     frequency_penalty: float = 0.0
     """Over the output, as OpenAI defines it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens, before everything else."""
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0

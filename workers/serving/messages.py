@@ -49,6 +49,7 @@ def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
         repetition_penalty=given("repetition_penalty", 1.0),
         presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,
+        logit_bias=tuple(sorted(s.logit_bias.items())),
         seed=given("seed", 0),
         max_tokens=given("max_tokens", 2**31 - 1),
         min_tokens=s.min_tokens,
@@ -83,4 +84,5 @@ def update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:
             message.matched_text = update.finish.matched
     if update.error is not None:
         message.error_code, message.error_message = update.error.code, update.error.message
+        message.error_param = update.error.param or ""
     return message

@@ -24,45 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19holdfast/v1/session.proto\x12\x0bholdfast.v1\"\xac\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\x05\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x04\x88\x01\x01\x12\x1a\n\rlogprob_start\x18\x0f \x01(\x05H\x05\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x10\n\x0e_logprob_start\"t\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x11\n\tnum_turns\x18\x05 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x06 \x01(\x08\"!\n\x0bOpenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf4\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x16\n\trewind_to\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x18\n\x0bresume_from\x18\x07 \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05inputB\x0c\n\n_rewind_toB\x0e\n\x0c_resume_from\",\n\nTopLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"T\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\"\xff\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x15\n\rcached_tokens\x18\x07 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x05\x12\x31\n\x0einput_logprobs\x18\t \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\"L\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\"&\n\x0fReleaseResponse\x12\x13\n\x0bpages_freed\x18\x01 \x01(\x05\"7\n\x0f\x46reeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"S\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_at_len\" \n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"6\n\x0cListResponse\x12&\n\x08sessions\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.Session*@\n\x0bReleaseMode\x12\x14\n\x10RELEASE_MODE_NOW\x10\x00\x12\x1b\n\x17RELEASE_MODE_AFTER_TURN\x10\x01\x32\xc4\x03\n\x0eSessionService\x12\x36\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x14.holdfast.v1.Session\x12I\n\x08Generate\x12\x1c.holdfast.v1.GenerateRequest\x1a\x1d.holdfast.v1.GenerateResponse0\x01\x12\x44\n\x07Release\x12\x1b.holdfast.v1.ReleaseRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12>\n\x08\x46reeTail\x12\x1c.holdfast.v1.FreeTailRequest\x1a\x14.holdfast.v1.Session\x12\x36\n\x04\x46ork\x12\x18.holdfast.v1.ForkRequest\x1a\x14.holdfast.v1.Session\x12\x34\n\x03Get\x12\x17.holdfast.v1.GetRequest\x1a\x14.holdfast.v1.Session\x12;\n\x04List\x12\x18.holdfast.v1.ListRequest\x1a\x19.holdfast.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19holdfast/v1/session.proto\x12\x0bholdfast.v1\"\x98\x04\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\x05\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x04\x88\x01\x01\x12\x1a\n\rlogprob_start\x18\x0f \x01(\x05H\x05\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x10 \x03(\x0b\x32$.holdfast.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x10\n\x0e_logprob_start\"t\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x11\n\tnum_turns\x18\x05 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x06 \x01(\x08\"!\n\x0bOpenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf4\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x16\n\trewind_to\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x18\n\x0bresume_from\x18\x07 \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05inputB\x0c\n\n_rewind_toB\x0e\n\x0c_resume_from\",\n\nTopLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"T\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\"\xff\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x15\n\rcached_tokens\x18\x07 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x05\x12\x31\n\x0einput_logprobs\x18\t \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\"L\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\"&\n\x0fReleaseResponse\x12\x13\n\x0bpages_freed\x18\x01 \x01(\x05\"7\n\x0f\x46reeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"S\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_at_len\" \n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"6\n\x0cListResponse\x12&\n\x08sessions\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.Session*@\n\x0bReleaseMode\x12\x14\n\x10RELEASE_MODE_NOW\x10\x00\x12\x1b\n\x17RELEASE_MODE_AFTER_TURN\x10\x01\x32\xc4\x03\n\x0eSessionService\x12\x36\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x14.holdfast.v1.Session\x12I\n\x08Generate\x12\x1c.holdfast.v1.GenerateRequest\x1a\x1d.holdfast.v1.GenerateResponse0\x01\x12\x44\n\x07Release\x12\x1b.holdfast.v1.ReleaseRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12>\n\x08\x46reeTail\x12\x1c.holdfast.v1.FreeTailRequest\x1a\x14.holdfast.v1.Session\x12\x36\n\x04\x46ork\x12\x18.holdfast.v1.ForkRequest\x1a\x14.holdfast.v1.Session\x12\x34\n\x03Get\x12\x17.holdfast.v1.GetRequest\x1a\x14.holdfast.v1.Session\x12;\n\x04List\x12\x18.holdfast.v1.ListRequest\x1a\x19.holdfast.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdfast.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELEASEMODE']._serialized_start=1653
-  _globals['_RELEASEMODE']._serialized_end=1717
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_RELEASEMODE']._serialized_start=1761
+  _globals['_RELEASEMODE']._serialized_end=1825
   _globals['_SAMPLING']._serialized_start=43
-  _globals['_SAMPLING']._serialized_end=471
-  _globals['_SESSION']._serialized_start=473
-  _globals['_SESSION']._serialized_end=589
-  _globals['_OPENREQUEST']._serialized_start=591
-  _globals['_OPENREQUEST']._serialized_end=624
-  _globals['_TOKENIDS']._serialized_start=626
-  _globals['_TOKENIDS']._serialized_end=649
-  _globals['_GENERATEREQUEST']._serialized_start=652
-  _globals['_GENERATEREQUEST']._serialized_end=896
-  _globals['_TOPLOGPROB']._serialized_start=898
-  _globals['_TOPLOGPROB']._serialized_end=942
-  _globals['_TOKENLOGPROB']._serialized_start=944
-  _globals['_TOKENLOGPROB']._serialized_end=1028
-  _globals['_GENERATERESPONSE']._serialized_start=1031
-  _globals['_GENERATERESPONSE']._serialized_end=1286
-  _globals['_RELEASEREQUEST']._serialized_start=1288
-  _globals['_RELEASEREQUEST']._serialized_end=1364
-  _globals['_RELEASERESPONSE']._serialized_start=1366
-  _globals['_RELEASERESPONSE']._serialized_end=1404
-  _globals['_FREETAILREQUEST']._serialized_start=1406
-  _globals['_FREETAILREQUEST']._serialized_end=1461
-  _globals['_FORKREQUEST']._serialized_start=1463
-  _globals['_FORKREQUEST']._serialized_end=1546
-  _globals['_GETREQUEST']._serialized_start=1548
-  _globals['_GETREQUEST']._serialized_end=1580
-  _globals['_LISTREQUEST']._serialized_start=1582
-  _globals['_LISTREQUEST']._serialized_end=1595
-  _globals['_LISTRESPONSE']._serialized_start=1597
-  _globals['_LISTRESPONSE']._serialized_end=1651
-  _globals['_SESSIONSERVICE']._serialized_start=1720
-  _globals['_SESSIONSERVICE']._serialized_end=2172
+  _globals['_SAMPLING']._serialized_end=579
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=443
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=491
+  _globals['_SESSION']._serialized_start=581
+  _globals['_SESSION']._serialized_end=697
+  _globals['_OPENREQUEST']._serialized_start=699
+  _globals['_OPENREQUEST']._serialized_end=732
+  _globals['_TOKENIDS']._serialized_start=734
+  _globals['_TOKENIDS']._serialized_end=757
+  _globals['_GENERATEREQUEST']._serialized_start=760
+  _globals['_GENERATEREQUEST']._serialized_end=1004
+  _globals['_TOPLOGPROB']._serialized_start=1006
+  _globals['_TOPLOGPROB']._serialized_end=1050
+  _globals['_TOKENLOGPROB']._serialized_start=1052
+  _globals['_TOKENLOGPROB']._serialized_end=1136
+  _globals['_GENERATERESPONSE']._serialized_start=1139
+  _globals['_GENERATERESPONSE']._serialized_end=1394
+  _globals['_RELEASEREQUEST']._serialized_start=1396
+  _globals['_RELEASEREQUEST']._serialized_end=1472
+  _globals['_RELEASERESPONSE']._serialized_start=1474
+  _globals['_RELEASERESPONSE']._serialized_end=1512
+  _globals['_FREETAILREQUEST']._serialized_start=1514
+  _globals['_FREETAILREQUEST']._serialized_end=1569
+  _globals['_FORKREQUEST']._serialized_start=1571
+  _globals['_FORKREQUEST']._serialized_end=1654
+  _globals['_GETREQUEST']._serialized_start=1656
+  _globals['_GETREQUEST']._serialized_end=1688
+  _globals['_LISTREQUEST']._serialized_start=1690
+  _globals['_LISTREQUEST']._serialized_end=1703
+  _globals['_LISTRESPONSE']._serialized_start=1705
+  _globals['_LISTRESPONSE']._serialized_end=1759
+  _globals['_SESSIONSERVICE']._serialized_start=1828
+  _globals['_SESSIONSERVICE']._serialized_end=2280
 # @@protoc_insertion_point(module_scope)

@@ -76,7 +76,7 @@ class StepUpdates(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[TurnUpdate, _Mapping]]] = ...) -> None: ...
 
 class TurnUpdate(_message.Message):
-    __slots__ = ("turn_id", "tokens", "logprobs", "input_logprobs", "cached_len", "finish_reason", "matched_token", "matched_text", "needs_history", "error_code", "error_message")
+    __slots__ = ("turn_id", "tokens", "logprobs", "input_logprobs", "cached_len", "finish_reason", "matched_token", "matched_text", "needs_history", "error_code", "error_message", "error_param")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class TurnUpdate(_message.Message):
     NEEDS_HISTORY_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_PARAM_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_session_pb2.TokenLogprob]
@@ -99,7 +100,8 @@ class TurnUpdate(_message.Message):
     needs_history: bool
     error_code: str
     error_message: str
-    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    error_param: str
+    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ...) -> None: ...
 
 class WorkerReleaseRequest(_message.Message):
     __slots__ = ("session_id", "epoch", "mode", "request_id")

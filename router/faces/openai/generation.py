@@ -18,6 +18,7 @@ from router.faces.fields import (
     Count,
     Int32,
     Int64,
+    LogitBias,
     Name,
     OpenAIBody,
     Penalty,
@@ -56,7 +57,7 @@ class GenerationBody(OpenAIBody):
     min_tokens: Int32 = Field(0, ge=0)
     ignore_eos: bool = False
     prompt_cache_key: Name = ""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias = Field(default_factory=dict)
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -67,7 +68,6 @@ class GenerationBody(OpenAIBody):
         refuse_unsupported(
             {
                 "n": self.n != 1,
-                "logit_bias": bool(self.logit_bias),
                 "tools": bool(self.tools),
                 "functions": bool(self.functions),
                 "response_format": not text_only,
@@ -85,6 +85,7 @@ class GenerationBody(OpenAIBody):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
             seed=self.seed,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,

@@ -10,6 +10,7 @@ from router.faces.fields import (
     Count,
     Int32,
     Int64,
+    LogitBias,
     Name,
     Penalty,
     RepetitionPenalty,
@@ -38,6 +39,7 @@ class SamplingBody(BaseModel):
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool = False
+    logit_bias: LogitBias | None = None
     sampling_seed: Int64 | None = None
 
 
@@ -71,6 +73,7 @@ class GenerateBody(BaseModel):
             stop=[stop for stop in stops if stop],
             stop_token_ids=s.stop_token_ids or [],
             ignore_eos=s.ignore_eos,
+            logit_bias=s.logit_bias or {},
             logprobs=self.top_logprobs_num if self.return_logprob else None,
             logprob_start=self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None,
         )
