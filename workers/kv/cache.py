@@ -54,7 +54,8 @@ class SessionCache(SlotStore):
         if slot.turn_id is None:
             slot.turn_id = turn_id
             slot.base_len = keep_len
-            self._drop_turn_starts(slot, keep_len)
+            if self.windows:
+                self._drop_turn_starts(slot, keep_len)
         slot.running, slot.owns_tail = True, False
         self._idle.pop(session_id, None)
         del slot.tokens[keep_len:]
@@ -206,7 +207,8 @@ class SessionCache(SlotStore):
         elif outcome is Outcome.COMPLETED:
             del slot.tokens[slot.committed_len :]
             slot.tokens.extend(known or ())
-            self._add_turn_start(slot)
+            if self.windows:
+                self._add_turn_start(slot)
         self._cut(slot, min(slot.committed_len, len(slot.tokens)))
         slot.running = False
         if outcome is not Outcome.RETRACTED:
@@ -234,8 +236,10 @@ class SessionCache(SlotStore):
         if slot.turn_id is not None:
             raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
         del slot.tokens[keep_len:]
+        if not self.windows:
+            return self._cut(slot, keep_len)
         self._drop_turn_starts(slot, keep_len)
-        return self._cut(slot, keep_len) + (self._slide(slot) if self.windows else 0)
+        return self._cut(slot, keep_len) + self._slide(slot)
 
     def release_session(self, session_id: str) -> int:
         """Drop a session. Returns the number of pages freed; 0 if nothing is left of it (law L6).

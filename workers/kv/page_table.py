@@ -213,7 +213,7 @@ class WindowTables(GroupTables):
             table.num_evicted = last_freed + 1
 
     def cut(self, table: PageTable, num_kept: int) -> int:
-        num_freed = super().cut(table, num_kept) if len(table.pages) > num_kept else 0
+        num_freed = super().cut(table, num_kept)
         if table.num_evicted > num_kept:
             table.num_evicted = num_kept
         kept = table.kept

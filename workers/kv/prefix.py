@@ -135,6 +135,8 @@ class PrefixIndex:
             if parent.owner != owner or parent.parent is None:
                 self._tops.setdefault(owner, {})[entry] = None
         entry.shared |= entry.owner != owner
+        if FREED not in entry.pages:
+            return entry
         for group, known in enumerate(entry.pages):
             if known == FREED and (page := tables[group].pages[column]) != FREED:
                 entry.pages[group] = page

@@ -106,15 +106,13 @@ class SlotStore:
 
         Returns how many pages became free.
         """
-        kept_len, num_freed = min(slot.committed_len, keep_len), 0
-        goes_back = self.windows and kept_len < slot.committed_len
-        if goes_back:
-            kept_len = self._resumable_len(slot, kept_len)
-        num_kept = -(-kept_len // self.page_size)
-        for group, table in zip(self.groups, slot.tables, strict=True):
-            if goes_back or len(table.pages) > num_kept:
-                num_freed += group.cut(table, num_kept)
+        kept_len, num_freed = slot.committed_len, 0
+        if keep_len < kept_len:
+            kept_len = self._resumable_len(slot, keep_len) if self.windows else keep_len
         if slot.reserved_len != kept_len:
+            num_kept = -(-kept_len // self.page_size)
+            for group in self.groups:
+                num_freed += group.cut(slot.tables[group.index], num_kept)
             slot.committed_len = slot.allocated_len = slot.reserved_len = kept_len
             del slot.entries[kept_len // self.page_size :]
         self._digest.touch(slot)
