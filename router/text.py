@@ -23,6 +23,7 @@ class TextCodec:
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         self._backend = self._tokenizer.backend_tokenizer
         self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.vocab_size: int = self._backend.get_vocab_size()
         self.longest_token = max(map(len, self._backend.get_vocab()))
         """The longest token in characters."""
         self.has_chat_template = bool(self._tokenizer.chat_template)

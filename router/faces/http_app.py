@@ -21,6 +21,7 @@ from router.faces.openai.response_turns import ResponseTurns
 from router.faces.openai.responses import response_routes
 from router.faces.operator import OPEN_PATHS, operator_routes
 from router.faces.sglang.generate import sglang_routes
+from router.faces.sglang.info import info_routes
 
 
 def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
@@ -40,6 +41,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     app.include_router(response_routes(core, ResponseTurns(core, conversations)))
     app.include_router(conversation_routes(conversations))
     app.include_router(sglang_routes(core))
+    app.include_router(info_routes(core))
     app.include_router(operator_routes(core, grpc_address))
     _answer_errors(app)
     return app

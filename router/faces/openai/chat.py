@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader
 from router.faces.http import Tenant
+from router.faces.messages import template_messages
 from router.faces.openai.generation import GenerationBody, generate
 from router.text import TextCodec
 from router.turns.turn import TurnChunk
@@ -31,28 +31,13 @@ def chat_routes(core: RouterCore) -> APIRouter:
 
     @routes.post("/v1/chat/completions")
     async def chat(http: Request, tenant: Tenant, body: ChatBody, x_session_id: SessionHeader = "") -> Any:
-        text = core.codec.render_chat([_as_text(message) for message in body.messages])
+        text = core.codec.render_chat(template_messages(body.messages))
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         sampling = body.sampling(body.top_logprobs if body.logprobs else None)
         prepare = core.inputs.of_text(text, special=False)
         return await generate(core, http, tenant, body, answer, prepare, sampling, x_session_id)
 
     return routes
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one text; clients may send typed parts."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest("messages: each message needs a role", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-            raise InvalidRequest("messages: only text content is supported", "messages")
-        content = "".join(str(part) for part in parts)
-    if not isinstance(content, str):
-        raise InvalidRequest("messages: content must be text", "messages")
-    return message | {"content": content}
 
 
 class _ChatAnswer:

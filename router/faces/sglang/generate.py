@@ -86,16 +86,6 @@ def sglang_routes(core: RouterCore) -> APIRouter:
             await link.flush(core.config.control_timeout_s)
         return Response("Cache flushed.\n")
 
-    @routes.get("/get_model_info")
-    async def get_model_info() -> dict[str, Any]:
-        return {
-            "model_path": str(core.config.model),
-            "tokenizer_path": str(core.config.model),
-            "is_generation": True,
-            "served_model_name": core.config.served_model_name,
-            "max_context_length": core.fleet.context_len,
-        }
-
     return routes
 
 

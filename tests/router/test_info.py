@@ -1,0 +1,89 @@
+"""The endpoints beside generation: server information, tokenizing, and tool calls in a chat's history."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness import Harness
+
+
+@pytest.fixture
+async def http(cluster: Harness) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+async def test_what_is_served_has_both_names(http: httpx.AsyncClient) -> None:
+    for name in ("model_info", "server_info"):
+        answers = [(await http.get(path)).json() for path in (f"/{name}", f"/get_{name}")]
+        assert answers[0] == answers[1] and answers[0]["served_model_name"] == "holdfast-tiny"
+    assert (await http.get("/server_info")).json()["workers"] == ["w0@1", "w1@1"]
+
+
+async def test_health_generate_needs_a_worker(http: httpx.AsyncClient, cluster: Harness) -> None:
+    assert (await http.get("/health_generate")).status_code == 200
+    for worker in list(cluster.workers):
+        await cluster.lose_worker(worker)
+    await cluster.router.set_workers([])
+    assert (await http.get("/health_generate")).status_code == 503
+
+
+async def test_tokens_and_texts(http: httpx.AsyncClient) -> None:
+    text = "Return the list."
+    one = (await http.post("/tokenize", json={"prompt": text})).json()
+    assert one["count"] == len(one["tokens"]) > 0 and one["max_model_len"] > 0
+    both = (await http.post("/v1/tokenize", json={"prompt": [text, "x"], "model": "holdfast-tiny"})).json()
+    assert both["tokens"][0] == one["tokens"] and both["count"] == [len(part) for part in both["tokens"]]
+    back = (await http.post("/detokenize", json={"tokens": one["tokens"]})).json()
+    assert back["text"] == back["prompt"] == text
+    assert (await http.post("/v1/detokenize", json={"tokens": both["tokens"]})).json()["text"] == [text, "x"]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = (await http.post("/tokenize", json={"messages": messages})).json()
+    used = (await http.post("/v1/chat/completions", json={"model": "holdfast-tiny", "messages": messages})).json()
+    assert chat["count"] == used["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": []}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"messages": [{"content": "x"}]}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/detokenize", {"tokens": [[5], [10**6]]}),
+    ],
+)
+async def test_bad_input_is_named(http: httpx.AsyncClient, path: str, sent: dict[str, Any]) -> None:
+    answer = await http.post(path, json=sent)
+    assert answer.status_code == 400, answer.text
+    assert "error" in answer.json()
+
+
+def history(**call: Any) -> dict[str, Any]:
+    return {
+        "model": "holdfast-tiny",
+        "max_tokens": 4,
+        "messages": [
+            {"role": "user", "content": "What does list.sort do?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function"} | call]},
+            {"role": "user", "content": "Thanks."},
+        ],
+    }
+
+
+async def test_an_assistant_may_have_called_tools(http: httpx.AsyncClient) -> None:
+    called = history(function={"name": "look", "arguments": '{"at": "list.sort"}'})
+    assert (await http.post("/v1/chat/completions", json=called)).status_code == 200
+
+
+@pytest.mark.parametrize("call", [{}, {"function": {}}, {"function": {"name": "look", "arguments": "{"}}], ids=str)
+async def test_a_malformed_tool_call_is_refused(http: httpx.AsyncClient, call: dict[str, Any]) -> None:
+    answer = await http.post("/v1/chat/completions", json=history(**call))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
