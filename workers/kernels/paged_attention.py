@@ -129,10 +129,12 @@ def _extend_mask(
     query_len: int, context_len: int, window: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Additive mask ``[group * query_len, context_len]``: query i attends to its window's positions up to its own."""
-    before = torch.arange(context_len - query_len, context_len, device=device)[:, None]
-    before = before - torch.arange(context_len, device=device)[None, :]
-    hidden = (before < 0) | (before >= window) if window else before < 0
-    mask = torch.zeros(query_len, context_len, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(query_len, context_len, dtype=dtype, device=device)
+    hidden = torch.ones(query_len, query_len, dtype=torch.bool, device=device).triu(1)
+    mask[:, context_len - query_len :].masked_fill_(hidden, -torch.inf)
+    if 0 < window < context_len:
+        passed = torch.ones(query_len, context_len, dtype=torch.bool, device=device)
+        mask.masked_fill_(passed.tril(context_len - query_len - window), -torch.inf)
     return mask.repeat(group, 1)
 
 
