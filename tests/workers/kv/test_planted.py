@@ -19,7 +19,7 @@ from workers.kv.page_table import PageTable, WindowTables
 from workers.kv.prefix import PrefixIndex
 from workers.kv.slot import Slot
 
-MAX_EXAMPLES = 1500
+MAX_EXAMPLES = 800
 _slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
 
 
