@@ -12,6 +12,7 @@ from router.core import RouterCore
 from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader
 from router.faces.http import Tenant
 from router.faces.messages import template_messages
+from router.faces.openai.choices import generate_choices
 from router.faces.openai.generation import GenerationBody, generate
 from router.text import TextCodec
 from router.turns.turn import TurnChunk
@@ -35,6 +36,8 @@ def chat_routes(core: RouterCore) -> APIRouter:
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         sampling = body.sampling(body.top_logprobs if body.logprobs else None)
         prepare = core.inputs.of_text(text, special=False)
+        if body.n > 1:
+            return await generate_choices(core, http, tenant, body, answer, [prepare], sampling, x_session_id)
         return await generate(core, http, tenant, body, answer, prepare, sampling, x_session_id)
 
     return routes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -13,14 +13,17 @@ from holdfast.errors import InvalidRequest
 from router.core import RouterCore
 from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader, TokenId, refuse_unsupported
 from router.faces.http import Tenant
+from router.faces.openai.choices import generate_choices
 from router.faces.openai.generation import GenerationBody, check_model, generate
 from router.inputs import of_tokens
 from router.text import TextCodec
 from router.turns.turn import Prepare, TurnChunk
 
+Prompt: TypeAlias = str | list[TokenId] | list[str] | list[list[TokenId]]
+
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[TokenId] | list[str]
+    prompt: Prompt
     max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
@@ -59,22 +62,27 @@ def completion_routes(core: RouterCore) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def complete(http: Request, tenant: Tenant, body: CompletionBody, x_session_id: SessionHeader = "") -> Any:
-        prepare = _prepare(core, body.prompt)
+        prompts = [_prepare(core, prompt) for prompt in _prompts(body.prompt)]
         sampling = body.sampling(body.logprobs)
-        return await generate(core, http, tenant, body, answer, prepare, sampling, x_session_id)
+        if len(prompts) * body.n > 1:
+            return await generate_choices(core, http, tenant, body, answer, prompts, sampling, x_session_id)
+        return await generate(core, http, tenant, body, answer, prompts[0], sampling, x_session_id)
 
     return routes
 
 
-def _prepare(core: RouterCore, prompt: str | list[int] | list[str]) -> Prepare:
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
+def _prompts(prompt: Prompt) -> list[str | list[int]]:
+    """One text or list of tokens, or several."""
     if isinstance(prompt, str):
-        return core.inputs.of_text(prompt, special=True)
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt: must not be empty", "prompt")
     ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) != len(prompt):
-        raise InvalidRequest("prompt: several prompts in one request are not supported", "prompt")
-    return of_tokens(array("i", ids))
+    return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
+
+
+def _prepare(core: RouterCore, prompt: str | list[int]) -> Prepare:
+    return core.inputs.of_text(prompt, special=True) if isinstance(prompt, str) else of_tokens(array("i", prompt))
 
 
 class _CompletionAnswer:

@@ -42,7 +42,7 @@ class GenerationBody(OpenAIBody):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
+    n: Count = 1
     max_tokens: Count | None = None
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -67,7 +67,6 @@ class GenerationBody(OpenAIBody):
         text_only = self.response_format in (None, {"type": "text"})
         refuse_unsupported(
             {
-                "n": self.n != 1,
                 "tools": bool(self.tools),
                 "functions": bool(self.functions),
                 "response_format": not text_only,
@@ -189,13 +188,13 @@ async def _events(
         while True:
             num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
             body = head | {"choices": [answer.delta(chunk, first=chunk is first)]}
-            event = _event(body | ({"usage": None} if include_usage else {}))
+            event = sse_event(body | ({"usage": None} if include_usage else {}))
             yield f"id: {turn_id}:{num_tokens}\n".encode() + event
             if chunk.finish_reason:
                 break
             chunk = await anext(stream)
         if include_usage:
-            yield _event(head | {"choices": [], "usage": usage_of(chunk, num_tokens)})
+            yield sse_event(head | {"choices": [], "usage": usage_of(chunk, num_tokens)})
         yield b"data: [DONE]\n\n"
     except HoldfastError as error:
         yield b"data: " + bytes(error_response(error).body) + b"\n\n"
@@ -203,5 +202,6 @@ async def _events(
         await stream.aclose()
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def sse_event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
