@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -15,11 +13,10 @@ from starlette.responses import Response
 from holdfast.errors import HoldfastError, InvalidRequest, UnsupportedParameter
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.http import collect, error_response, event_stream, until_disconnect
+from router.faces.http import error_response, event_stream, until_disconnect
 from router.faces.openai.generation import AnswerFormat, GenerationBody, check_model, sse_event, usage_of
+from router.faces.several import MAX_TURNS, collect_all, first_of, side_by_side
 from router.turns.turn import Prepare, TurnChunk, TurnRequest
-
-MAX_CHOICES = 128
 
 
 async def generate_choices(
@@ -40,8 +37,8 @@ async def generate_choices(
     if session_id:
         name = "n" if body.n > 1 else "prompt"
         raise UnsupportedParameter(f"{name}: a session has one turn at a time; ask for one choice", name)
-    if body.n * len(prompts) > MAX_CHOICES:
-        raise InvalidRequest(f"n: at most {MAX_CHOICES} choices in one request, over all prompts", "n")
+    if body.n * len(prompts) > MAX_TURNS:
+        raise InvalidRequest(f"n: at most {MAX_TURNS} choices in one request, over all prompts", "n")
     requests = [
         TurnRequest(tenant, prepare, _with_seed(sampling, i), cache_key=body.prompt_cache_key)
         for prepare in prompts
@@ -53,13 +50,13 @@ async def generate_choices(
         "model": core.config.served_model_name,
     }
     if body.stream:
-        chunks = _side_by_side(core, requests)
-        first = await until_disconnect(http, _first(chunks))
+        chunks = side_by_side(core, requests)
+        first = await until_disconnect(http, first_of(chunks))
         if isinstance(first, Response):
             return first
         usage = body.stream_options is not None and body.stream_options.include_usage
         return event_stream(_events(answer, head, first, chunks, body.n, usage))
-    results = await until_disconnect(http, _collect_all(core, requests))
+    results = await until_disconnect(http, collect_all(core, requests))
     if isinstance(results, Response):
         return results
     choices = [answer.choice(total, text) | {"index": i} for i, (total, text) in enumerate(results)]
@@ -73,55 +70,6 @@ def _with_seed(sampling: session_pb2.Sampling, choice: int) -> session_pb2.Sampl
     if own.HasField("seed"):
         own.seed = (own.seed + choice + 2**63) % 2**64 - 2**63
     return own
-
-
-async def _collect_all(core: RouterCore, requests: Sequence[TurnRequest]) -> list[tuple[TurnChunk, str]]:
-    tasks = [asyncio.create_task(collect(core.gateway.run(request))) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end(tasks)
-
-
-async def _side_by_side(
-    core: RouterCore, requests: Sequence[TurnRequest]
-) -> AsyncGenerator[tuple[int, TurnChunk], None]:
-    """The chunks of all turns as they come, each with its choice. Raises the first turn's error."""
-    queue: asyncio.Queue[tuple[int, TurnChunk] | BaseException] = asyncio.Queue()
-
-    async def run(choice: int, request: TurnRequest) -> None:
-        try:
-            async with contextlib.aclosing(core.gateway.run(request)) as stream:
-                async for chunk in stream:
-                    queue.put_nowait((choice, chunk))
-        except HoldfastError as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(run(choice, request)) for choice, request in enumerate(requests)]
-    try:
-        unfinished = len(requests)
-        while unfinished:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            unfinished -= bool(item[1].finish_reason)
-            yield item
-    finally:
-        await _end(tasks)
-
-
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _first(chunks: AsyncGenerator[tuple[int, TurnChunk], None]) -> tuple[int, TurnChunk]:
-    try:
-        return await anext(chunks)
-    except BaseException:
-        await chunks.aclose()
-        raise
 
 
 async def _events(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError
@@ -87,4 +87,22 @@ async def answer_events(
         yield b"data: " + json.dumps({"error": {"message": error.message, "code": error.code}}).encode() + b"\n\n"
     finally:
         await stream.aclose()
+    yield b"data: [DONE]\n\n"
+
+
+async def batch_events(
+    answers: Sequence[Answer], first: tuple[int, TurnChunk], chunks: AsyncGenerator[tuple[int, TurnChunk], None]
+) -> AsyncIterator[bytes]:
+    """The events of several prompts, each with its ``index``, up to ``[DONE]``."""
+    item: tuple[int, TurnChunk] | None = first
+    try:
+        while item is not None:
+            index, chunk = item
+            answers[index].add(chunk, chunk.text)
+            yield b"data: " + json.dumps(answers[index].body() | {"index": index}).encode() + b"\n\n"
+            item = await anext(chunks, None)
+    except HoldfastError as error:
+        yield b"data: " + json.dumps({"error": {"message": error.message, "code": error.code}}).encode() + b"\n\n"
+    finally:
+        await chunks.aclose()
     yield b"data: [DONE]\n\n"

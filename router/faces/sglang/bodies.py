@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any, TypeAlias
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
 from router.faces.fields import (
     MAX_TOP_LOGPROBS,
@@ -19,9 +22,11 @@ from router.faces.fields import (
     Temperature,
     TokenId,
 )
+from router.faces.several import MAX_TURNS
 from router.faces.sglang.sessions import SessionParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
+TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class SamplingBody(BaseModel):
@@ -44,6 +49,8 @@ class SamplingBody(BaseModel):
 
 
 class GenerateBody(BaseModel):
+    """One prompt."""
+
     model_config = ConfigDict(extra="ignore")
 
     text: str | None = None
@@ -54,7 +61,7 @@ class GenerateBody(BaseModel):
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: Int32 = -1
-    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs_num: TopLogprobs = 0
 
     def sampling(self) -> session_pb2.Sampling:
         s = self.sampling_params
@@ -77,6 +84,50 @@ class GenerateBody(BaseModel):
             logprobs=self.top_logprobs_num if self.return_logprob else None,
             logprob_start=self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None,
         )
+
+
+class BatchBody(BaseModel):
+    """One prompt or several: a list of texts or of token lists, whose other fields may be lists too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] = SamplingBody()
+    session_params: SessionParams | None = None
+    rid: Name | list[Name] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Int32 | list[Int32] = -1
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] = 0
+
+    @property
+    def is_batch(self) -> bool:
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    def parts(self) -> list[GenerateBody]:
+        """Each prompt with its fields. Raises InvalidRequest for lists of another length than the prompts'."""
+        if not self.is_batch:
+            for name, value in self:
+                if isinstance(value, list) and name != "input_ids":
+                    raise InvalidRequest(f"{name}: must not be a list for one prompt", name)
+            return [GenerateBody.model_validate(dict(self))]
+        prompts = self.text if isinstance(self.text, list) else self.input_ids or []
+        if self.text is not None and self.input_ids is not None:
+            raise InvalidRequest("set exactly one of text and input_ids", "text")
+        if not 0 < len(prompts) <= MAX_TURNS:
+            raise InvalidRequest(f"a batch has from 1 to {MAX_TURNS} prompts, not {len(prompts)}", "text")
+        parts: list[dict[str, Any]] = [{"stream": self.stream} for _ in prompts]
+        for name, value in self:
+            if name in ("stream", "session_params") or value is None:
+                continue
+            if isinstance(value, list) and len(value) != len(prompts):
+                raise InvalidRequest(f"{name}: has {len(value)} items for {len(prompts)} prompts", name)
+            for i, part in enumerate(parts):
+                part[name] = value[i] if isinstance(value, list) else value
+                if name == "rid" and not isinstance(value, list):
+                    part[name] = f"{value}_{i}"
+        return [GenerateBody.model_validate(part) for part in parts]
 
 
 class OpenSessionBody(BaseModel):

@@ -18,8 +18,9 @@ from starlette.responses import JSONResponse, Response
 from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
 from router.core import RouterCore
 from router.faces.http import Tenant, collect, event_stream, first_chunk, until_disconnect
-from router.faces.sglang.answers import Answer, answer_events
-from router.faces.sglang.bodies import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
+from router.faces.several import collect_all, first_of, side_by_side
+from router.faces.sglang.answers import Answer, answer_events, batch_events
+from router.faces.sglang.bodies import AbortBody, BatchBody, CloseSessionBody, GenerateBody, OpenSessionBody
 from router.faces.sglang.sessions import BranchingSessions, SessionParams
 from router.turns.sessions import Session
 from router.turns.turn import TurnRequest
@@ -47,7 +48,11 @@ def sglang_routes(core: RouterCore) -> APIRouter:
         return Response(status_code=200)
 
     @routes.api_route("/generate", methods=["POST", "PUT"])
-    async def generate(http: Request, tenant: Tenant, body: GenerateBody) -> Any:
+    async def generate(http: Request, tenant: Tenant, batch: BatchBody) -> Any:
+        parts = batch.parts()
+        if batch.is_batch:
+            return await _generate_batch(core, http, tenant, batch, parts)
+        (body,) = parts
         request = _turn_request(core, body, tenant)
         answer = Answer(body, request.turn_id)
         params = body.session_params
@@ -87,6 +92,29 @@ def sglang_routes(core: RouterCore) -> APIRouter:
         return Response("Cache flushed.\n")
 
     return routes
+
+
+async def _generate_batch(
+    core: RouterCore, http: Request, tenant: str, batch: BatchBody, parts: list[GenerateBody]
+) -> Any:
+    """Each prompt's answer, in order; in a stream, each event with its prompt's ``index``."""
+    if batch.session_params is not None and batch.session_params.id:
+        raise InvalidRequest("session_params: a session has one turn at a time; send one prompt", "session_params")
+    requests = [_turn_request(core, part, tenant) for part in parts]
+    answers = [Answer(part, request.turn_id) for part, request in zip(parts, requests, strict=True)]
+    try:
+        if batch.stream:
+            chunks = side_by_side(core, requests)
+            first = await until_disconnect(http, first_of(chunks))
+            return first if isinstance(first, Response) else event_stream(batch_events(answers, first, chunks))
+        results = await until_disconnect(http, collect_all(core, requests))
+    except (PromptTooLong, InvalidRequest) as error:
+        return JSONResponse({"error": {"message": error.message, "code": error.code}}, 400)
+    if isinstance(results, Response):
+        return results
+    for answer, (total, text) in zip(answers, results, strict=True):
+        answer.add(total, text)
+    return [answer.body() for answer in answers]
 
 
 def _check_streaming(params: SessionParams | None) -> None:
