@@ -54,7 +54,7 @@ class SessionCache(SlotStore):
         if slot.turn_id is None:
             slot.turn_id = turn_id
             slot.base_len = keep_len
-            if self.windows:
+            if slot.turn_starts and slot.turn_starts[-1] > keep_len:
                 self._drop_turn_starts(slot, keep_len)
         slot.running, slot.owns_tail = True, False
         self._idle.pop(session_id, None)
@@ -238,7 +238,8 @@ class SessionCache(SlotStore):
         del slot.tokens[keep_len:]
         if not self.windows:
             return self._cut(slot, keep_len)
-        self._drop_turn_starts(slot, keep_len)
+        if slot.turn_starts and slot.turn_starts[-1] > keep_len:
+            self._drop_turn_starts(slot, keep_len)
         return self._cut(slot, keep_len) + self._slide(slot)
 
     def release_session(self, session_id: str) -> int:
@@ -321,8 +322,7 @@ class SessionCache(SlotStore):
     # ---- inside --------------------------------------------------------------------------------
 
     def _drop_turn_starts(self, slot: Slot, keep_len: int) -> None:
-        if slot.turn_starts and slot.turn_starts[-1] > keep_len:
-            slot.turn_starts = tuple(start for start in slot.turn_starts if start <= keep_len)
+        slot.turn_starts = tuple(start for start in slot.turn_starts if start <= keep_len)
 
     def _add_turn_start(self, slot: Slot) -> None:
         if self._num_resume_points and slot.base_len not in slot.turn_starts:

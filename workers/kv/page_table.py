@@ -161,21 +161,18 @@ class WindowTables(GroupTables):
     """
 
     def resumable_len(self, table: PageTable, wanted_len: int) -> int:
-        length = wanted_len
+        size, window, pages, length = self._size, self.window, table.pages, wanted_len
         while True:
-            first = self.first_needed(length)
+            first = (length - window + 1) // size if length >= window else 0
             if first >= table.num_evicted:
                 return length
-            missing = self._last_freed(table, first, -(-length // self._size))
-            if missing is None:
+            column = min(-(-length // size), table.num_evicted) - 1
+            while column >= first and pages[column] != FREED:
+                column -= 1
+            if column < first:
                 return length
-            # Every length in (missing * page_size, length] needs that page too.
-            length = missing * self._size
-
-    def _last_freed(self, table: PageTable, first: int, end: int) -> int | None:
-        """The last column of ``[first, end)`` whose page is not held."""
-        columns = range(min(end, table.num_evicted) - 1, first - 1, -1)
-        return next((column for column in columns if table.pages[column] == FREED), None)
+            # Every length in (column * page_size, length] needs that page too.
+            length = column * size
 
     def first_needed(self, length: int) -> int:
         return max(0, length - self.window + 1) // self._size
