@@ -184,9 +184,9 @@ class WindowTables(GroupTables):
             table.num_evicted = column
 
     def append_imported(self, table: PageTable, end: int, columns: Collection[int]) -> None:
-        first = len(table.pages)
+        first, sent = len(table.pages), set(columns)
         for column in range(first, end):
-            if column in columns:
+            if column in sent:
                 self.append_free(table, 1)
             else:
                 table.pages.append(FREED)
