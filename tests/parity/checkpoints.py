@@ -102,6 +102,23 @@ CHECKPOINTS: dict[str, tuple[type, type, dict[str, Any]]] = {
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3-window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "qwen2-moe-sparse": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS
+        | {"head_dim": 8, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
     "qwen2-moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
