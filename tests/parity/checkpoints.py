@@ -62,8 +62,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(8)]}
 LONGROPE |= {"long_factor": [1.0 + 0.5 * i for i in range(8)]}
-SMALL_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-DEEPSEEK_YARN = SMALL_YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 6,
@@ -141,7 +140,7 @@ CHECKPOINTS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt-oss": (
         GptOssConfig,
         GptOssForCausalLM,
-        {"sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": SMALL_YARN},
+        {"sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
     "gpt-oss-odd": (
         GptOssConfig,

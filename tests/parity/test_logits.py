@@ -9,7 +9,6 @@ import torch
 
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
 from workers.engine.memory import group_specs
-from workers.engine.rank import query_groups
 from workers.kernels.paged_attention import plan_attention
 from workers.kv import SessionCache
 from workers.kv.slot import new_tokens
@@ -44,7 +43,9 @@ class PagedModel:
         slot, size = self.cache.slots["s"], self.page_size
         positions = torch.arange(start, start + len(tokens))
         groups = []
-        for group, table, heads in zip(self.cache.groups, slot.tables, query_groups(self.decoder.config), strict=True):
+        for group, table, heads in zip(
+            self.cache.groups, slot.tables, self.decoder.config.queries_per_kv_head, strict=True
+        ):
             pages = torch.tensor(table.pages)
             plan = plan_attention(
                 pages[None].to(torch.int32),

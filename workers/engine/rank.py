@@ -76,7 +76,7 @@ class Rank:
             torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
-        self._query_groups = query_groups(model)
+        self._queries_per_kv_head = model.queries_per_kv_head
         self._eos = frozenset(self.model_config.eos_token_ids)
 
     def apply(self, step: Step, batch: Batch) -> StepResult:
@@ -120,7 +120,7 @@ class Rank:
             torch.arange(len(counts), device=self.device), torch.tensor(counts, device=self.device)
         )
         groups = []
-        for group, whole, heads in zip(self.cache.groups, self.tables, self._query_groups, strict=True):
+        for group, whole, heads in zip(self.cache.groups, self.tables, self._queries_per_kv_head, strict=True):
             tables = whole[:, :num_columns].index_select(0, rows)
             plan = plan_attention(
                 tables, counts, context_lens, size, group=heads, dtype=self.dtype, window=group.window
@@ -187,12 +187,3 @@ def _context_len(configured: int | None, model: ModelConfig) -> int:
     if configured > model.max_context_len:
         raise ConfigError(f"context_length: {configured} is more than the model's {model.max_context_len}")
     return configured
-
-
-def query_groups(model: ModelConfig) -> list[int]:
-    """By KV group: the query heads of each KV head."""
-    ratios = {
-        group: layer.mixer.num_heads // getattr(layer.mixer, "num_kv_heads", 1)
-        for group, layer in zip(model.layer_groups, model.layers, strict=True)
-    }
-    return [ratios[group] for group in model.kv_groups]

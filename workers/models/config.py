@@ -94,6 +94,6 @@ def _refuse_unequal_heads(config: ModelConfig) -> None:
     """Layers of one KV group share what a step plans for attention."""
     ratios: dict[Any, int] = {}
     for group, layer in zip(config.layer_groups, config.layers, strict=True):
-        ratio = layer.mixer.num_heads // getattr(layer.mixer, "num_kv_heads", 1)
+        ratio = layer.mixer.queries_per_kv_head
         if ratios.setdefault(group, ratio) != ratio:
             raise UnsupportedModel(f"num_key_value_heads: differ among the layers of the {group.kind} group")

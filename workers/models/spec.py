@@ -57,6 +57,10 @@ class AttentionSpec:
     fused_qkv: bool = False
     """The checkpoint has one tensor for the three projections."""
 
+    @property
+    def queries_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
     def shard(self, shard: Shard) -> AttentionSpec:
         """One rank's heads. With more ranks than KV heads, several ranks hold the same KV head."""
         size = shard.size
@@ -86,6 +90,10 @@ class LatentSpec:
     def latent_dim(self) -> int:
         """Elements of KV a token: the latent, and the key that carries the position."""
         return self.kv_rank + self.rope.dim
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        return self.num_heads
 
     def shard(self, shard: Shard) -> LatentSpec:
         """One rank's heads. Every rank has the whole latent."""
@@ -235,6 +243,14 @@ class ModelConfig:
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The KV groups, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layer_groups))
+
+    @property
+    def queries_per_kv_head(self) -> tuple[int, ...]:
+        """By KV group: the query heads that share a KV head. A group's layers have the same."""
+        ratios = {
+            group: layer.mixer.queries_per_kv_head for group, layer in zip(self.layer_groups, self.layers, strict=True)
+        }
+        return tuple(ratios.values())
 
 
 def _kv_group(mixer: Mixer) -> KVGroup:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.errors import HoldfastError
@@ -19,7 +19,8 @@ from workers.kv.page_table import PageTable, WindowTables
 from workers.kv.prefix import PrefixIndex
 from workers.kv.slot import Slot
 
-MAX_EXAMPLES = 800
+MAX_EXAMPLES, CONTROL_EXAMPLES = 4000, 300
+"""Far above what a bug takes (some hundreds at most), and what is played where there is none."""
 _slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
 
 
@@ -58,7 +59,7 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def examples_to_find(name: str, max_examples: int, seed: int = 0) -> int | None:
+def examples_to_find(name: str, max_examples: int, first_seed: int = 0) -> int | None:
     """How many examples the machine takes to fail under a planted bug; None: more than ``max_examples``."""
     count = 0
 
@@ -72,14 +73,13 @@ def examples_to_find(name: str, max_examples: int, seed: int = 0) -> int | None:
         max_examples=max_examples,
         stateful_step_count=40,
         deadline=None,
-        derandomize=True,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     with PLANTED[name]():
         try:
-            run_state_machine_as_test(Counted, settings=profile)
+            run_state_machine_as_test(seed(first_seed)(Counted), settings=profile)
         except (AssertionError, IndexError, KeyError, HoldfastError):
             return count
     return None
@@ -87,6 +87,6 @@ def examples_to_find(name: str, max_examples: int, seed: int = 0) -> int | None:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str) -> None:
-    found = examples_to_find(name, MAX_EXAMPLES)
+    found = examples_to_find(name, CONTROL_EXAMPLES if name == "none" else MAX_EXAMPLES)
     print(f"{name}: found after {found} examples")
     assert (found is None) == (name == "none")
