@@ -136,20 +136,21 @@ class SessionCache(SlotStore):
     def _extend(self, slot: Slot, allocated_len: int, reserved_len: int) -> None:
         assert slot.running, f"session {slot.session_id} has no running turn to extend"
         size, tables = self.page_size, slot.tables
+        window_end, end = -(-allocated_len // size), -(-reserved_len // size)
         shared = [] if slot.owns_tail else self._shared_partial(slot)
         wanted, is_short = [], False
         for group in self.groups:
-            reached = allocated_len if group.window else reserved_len
-            count = -(-reached // size) - len(tables[group.index].pages)
+            table = tables[group.index]
+            count = (window_end if group.window else end) - len(table.pages)
             if shared and group in shared:
                 count = max(0, count) + 1
             if count > 0:
-                wanted.append((group, count))
-                is_short |= count > group.pool.num_free
+                wanted.append((group, table, count))
+                if count > len(group.pool.free):
+                    is_short = True
         if is_short:
-            self._make_room(wanted)
-        for group, count in wanted:
-            table = tables[group.index]
+            self._make_room([(group, count) for group, _, count in wanted])
+        for group, table, count in wanted:
             if shared and group in shared:
                 group.copy_last_page(table)
                 count -= 1
@@ -236,11 +237,11 @@ class SessionCache(SlotStore):
         if slot.turn_id is not None:
             raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}; wait or abort it")
         del slot.tokens[keep_len:]
-        if not self.windows:
-            return self._cut(slot, keep_len)
+        num_freed = self._cut(slot, keep_len)
         if slot.turn_starts and slot.turn_starts[-1] > keep_len:
             self._drop_turn_starts(slot, keep_len)
-        return self._cut(slot, keep_len) + self._slide(slot)
+            num_freed += self._slide(slot)
+        return num_freed
 
     def release_session(self, session_id: str) -> int:
         """Drop a session. Returns the number of pages freed; 0 if nothing is left of it (law L6).

@@ -3,7 +3,7 @@
 A window group's table, in half-open ranges of pages (``-`` is FREED)::
 
     |- - K K - - - - - - . . . . |
-     [0, num_evicted)              freed, except the pages K in ``kept``: windows of resume points
+     [0, num_evicted)              freed, except pages K in the ranges of ``protected``
                          [num_evicted, len(pages))  held
 """
 
@@ -40,16 +40,17 @@ class PageTable:
     row: int
     pages: list[int] = field(default_factory=list)
     num_evicted: int = 0
-    kept: list[int] = field(default_factory=list)
-    """Columns below ``num_evicted`` that are held for a resume point, ascending."""
     protected: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of columns that sliding keeps: the windows before the slot's resume points."""
+    """Ranges of columns that sliding keeps: the windows before the slot's resume points. What is held below
+    ``num_evicted`` lies in them."""
     digest: int = 0
     """The sum of ``hash((column, page))`` over the held entries."""
 
     def held(self) -> list[int]:
         """The columns that hold a page, ascending."""
-        return [*self.kept, *range(self.num_evicted, len(self.pages))]
+        first = min((first for first, _ in self.protected), default=self.num_evicted)
+        protected = [column for column in range(first, self.num_evicted) if self.pages[column] != FREED]
+        return [*protected, *range(self.num_evicted, len(self.pages))]
 
     def protects(self, column: int) -> bool:
         for first, end in self.protected:  # noqa: SIM110  # ``any`` takes three times as long
@@ -89,12 +90,17 @@ class GroupTables:
 
     def append_free(self, table: PageTable, count: int) -> None:
         """Append free pages, which the caller has reserved."""
-        pages, index, row = table.pages, self.index, table.row
-        for page in (self.pool.take_one(),) if count == 1 else self.pool.take_free(count):
-            column = len(pages)
-            self._updates.append((index, row, column, page))
+        pages = table.pages
+        if count == 1:  # most turns take a page at a time
+            column, page = len(pages), self.pool.take_one()
+            self._updates.append((self.index, table.row, column, page))
             table.digest += hash((column, page))
             pages.append(page)
+            return
+        index, row, first = self.index, table.row, len(pages)
+        pages += self.pool.take_free(count)
+        self._updates += [(index, row, column, pages[column]) for column in range(first, len(pages))]
+        table.digest += sum([hash((column, pages[column])) for column in range(first, len(pages))])
 
     def append_shared(self, table: PageTable, page: int) -> None:
         """Append a page that another holder lists too."""
@@ -128,14 +134,19 @@ class GroupTables:
 
     def cut(self, table: PageTable, num_kept: int) -> int:
         """Drop the pages from column ``num_kept`` on. Returns how many became free."""
-        pages, decref, num_freed = table.pages, self.pool.decref, 0
-        if self._copies and len(pages) > num_kept:
+        pages, num_freed, column = table.pages, 0, len(table.pages)
+        if self._copies and column > num_kept:
             self._cancel_copies(pages[num_kept:])
-        while len(pages) > num_kept:
-            page = pages.pop()
+        while column > num_kept:
+            column, page = column - 1, pages.pop()
             if page != FREED:
-                table.digest -= hash((len(pages), page))
-                num_freed += decref(page)
+                table.digest -= hash((column, page))
+                num_freed += self.pool.decref(page)
+        if num_kept < table.num_evicted:
+            # Held pages before the new end may be those of a resume point: now they are the window itself.
+            while num_kept and pages[num_kept - 1] != FREED:
+                num_kept -= 1
+            table.num_evicted = num_kept
         return num_freed
 
     def slide(self, table: PageTable, committed_len: int) -> int:
@@ -163,14 +174,15 @@ class WindowTables(GroupTables):
     def resumable_len(self, table: PageTable, wanted_len: int) -> int:
         size, window, pages, length = self._size, self.window, table.pages, wanted_len
         while True:
-            first = (length - window + 1) // size if length >= window else 0
+            first = (length - window + 1) // size
             if first >= table.num_evicted:
                 return length
-            column = min(-(-length // size), table.num_evicted) - 1
-            while column >= first and pages[column] != FREED:
-                column -= 1
-            if column < first:
+            end = min(-(-length // size), table.num_evicted)
+            if FREED not in pages[max(0, first) : end]:
                 return length
+            column = end - 1
+            while pages[column] != FREED:
+                column -= 1
             # Every length in (column * page_size, length] needs that page too.
             length = column * size
 
@@ -190,6 +202,8 @@ class WindowTables(GroupTables):
                 self.append_free(table, 1)
             else:
                 table.pages.append(FREED)
+        # The sender's resume points are protected when they are known here.
+        table.protected.append((first, end))
         self._find_evicted(table, first)
 
     def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:
@@ -202,51 +216,40 @@ class WindowTables(GroupTables):
         self._find_evicted(child, 0)
 
     def _find_evicted(self, table: PageTable, first: int) -> None:
-        """Set ``num_evicted`` and ``kept`` after entries, held and freed, were appended from ``first`` on."""
+        """Set ``num_evicted`` after entries, held and freed, were appended from ``first`` on."""
         pages = table.pages
         last_freed = next((c for c in range(len(pages) - 1, first - 1, -1) if pages[c] == FREED), None)
         if last_freed is not None:
-            table.kept += [c for c in range(table.num_evicted, last_freed) if pages[c] != FREED]
             table.num_evicted = last_freed + 1
-
-    def cut(self, table: PageTable, num_kept: int) -> int:
-        num_freed = super().cut(table, num_kept)
-        if table.num_evicted > num_kept:
-            table.num_evicted = num_kept
-        kept = table.kept
-        if kept:
-            while kept and kept[-1] >= num_kept:
-                kept.pop()
-            # What comes before the new end may be kept for a resume point: now it is the window itself.
-            while kept and kept[-1] == table.num_evicted - 1:
-                table.num_evicted = kept.pop()
-        return num_freed
 
     def slide(self, table: PageTable, committed_len: int) -> int:
         end = (committed_len - self.window) // self._size
-        return self._evict_up_to(table, end) if end > table.num_evicted else 0
+        if end <= table.num_evicted:
+            return 0
+        for first, stop in table.protected:
+            if first <= table.num_evicted and end <= stop:
+                return 0
+        return self._evict_up_to(table, end)
 
     def _evict_up_to(self, table: PageTable, end: int) -> int:
         num_freed = 0
         for column in range(table.num_evicted, end):
-            if table.protects(column):
-                table.kept.append(column)
-            else:
+            if not table.protects(column):
                 num_freed += self._evict(table, column)
         table.num_evicted = end
         return num_freed
 
     def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
         # From the point's page on, not from the point: a fork of a running session shares whole pages.
-        size, window, num_freed = self._size, self.window, 0
+        size, window, num_freed, before = self._size, self.window, 0, table.protected
         table.protected = [
             (max(0, point // size * size - window) // size, -(-point // size)) for point in resume_points
         ]
-        if table.kept:
-            for column in table.kept:
-                if not table.protects(column):
-                    num_freed += self._evict(table, column)
-            table.kept = [column for column in table.kept if table.pages[column] != FREED]
+        for first, end in before:
+            if (first, end) not in table.protected:
+                for column in range(first, min(end, table.num_evicted)):
+                    if table.pages[column] != FREED and not table.protects(column):
+                        num_freed += self._evict(table, column)
         return num_freed
 
     def _evict(self, table: PageTable, column: int) -> int:

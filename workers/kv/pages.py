@@ -26,7 +26,7 @@ class PagePool:
         self.num_pages = num_pages
         self.refcounts = [0] * num_pages
         # Popped from the end, so that a new pool hands out 0, 1, 2, ... in order.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.free = list(range(num_pages - 1, -1, -1))
         # Oldest first. Holders drop a chain of pages from its end, so a page always enters after its
         # descendants, and LRU order never evicts a parent before its children.
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -36,7 +36,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     @property
     def num_cached(self) -> int:
@@ -44,11 +44,11 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - len(self._free) - len(self._cached)
+        return self.num_pages - len(self.free) - len(self._cached)
 
     def free_pages(self) -> list[int]:
         """The free list, for the auditor."""
-        return list(self._free)
+        return list(self.free)
 
     def cached_pages(self) -> list[int]:
         """The cached pages, least recently used first, for the auditor."""
@@ -56,7 +56,7 @@ class PagePool:
 
     def take_one(self) -> int:
         """As ``take_free(1)``, in half the time: most turns take a page at a time."""
-        page = self._free.pop()
+        page = self.free.pop()
         assert self.refcounts[page] == 0, f"page {page} was on the free list with holders"
         self.refcounts[page] = 1
         self.touched.add(page)
@@ -64,9 +64,9 @@ class PagePool:
 
     def take_free(self, count: int) -> list[int]:
         """``count`` free pages, now with one reference each. The caller has made sure that there are as many."""
-        assert 0 < count <= len(self._free), f"{count} pages are wanted, {len(self._free)} are free"
-        pages = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        assert 0 < count <= len(self.free), f"{count} pages are wanted, {len(self.free)} are free"
+        pages = self.free[: -count - 1 : -1]
+        del self.free[-count:]
         refcounts = self.refcounts
         for page in pages:
             assert refcounts[page] == 0, f"page {page} was on the free list with holders"
@@ -93,7 +93,7 @@ class PagePool:
         self.touched.add(page)
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
-            self._free.append(page)
+            self.free.append(page)
             return 1
         if count == 1 and self._indexed[page]:
             self._cached[page] = None

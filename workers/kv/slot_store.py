@@ -94,12 +94,11 @@ class SlotStore:
 
     def _resumable_len(self, slot: Slot, wanted_len: int) -> int:
         """The greatest length, at most ``wanted_len``, from which every group can resume (law L5)."""
-        length, before = wanted_len, -1
-        while length != before:
-            before = length
-            for group in self.windows:
-                length = group.resumable_len(slot.tables[group.index], length)
-        return length
+        length = wanted_len
+        for group in self.windows:
+            length = group.resumable_len(slot.tables[group.index], length)
+        # What a later group cut to must suit the earlier ones too.
+        return length if length == wanted_len or len(self.windows) == 1 else self._resumable_len(slot, length)
 
     def _cut(self, slot: Slot, keep_len: int) -> int:
         """Cut KV to ``keep_len`` tokens and free the tail. The only place that shortens a slot's KV.
