@@ -142,7 +142,7 @@ class GroupTables:
             if page != FREED:
                 table.digest -= hash((column, page))
                 num_freed += self.pool.decref(page)
-        if num_kept < table.num_evicted:
+        if num_kept <= table.num_evicted:
             # Held pages before the new end may be those of a resume point: now they are the window itself.
             while num_kept and pages[num_kept - 1] != FREED:
                 num_kept -= 1
