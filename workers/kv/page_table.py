@@ -143,11 +143,14 @@ class GroupTables:
                 table.digest -= hash((column, page))
                 num_freed += self.pool.decref(page)
         if num_kept <= table.num_evicted:
-            # Held pages before the new end may be those of a resume point: now they are the window itself.
-            while num_kept and pages[num_kept - 1] != FREED:
-                num_kept -= 1
             table.num_evicted = num_kept
+            self._find_held(table)
         return num_freed
+
+    def _find_held(self, table: PageTable) -> None:
+        """Count the pages of resume points just before ``num_evicted`` as held: after a cut they are the window."""
+        while table.num_evicted and table.pages[table.num_evicted - 1] != FREED:
+            table.num_evicted -= 1
 
     def slide(self, table: PageTable, committed_len: int) -> int:
         """Free what neither the next token nor a resume point needs. Returns how many pages became free."""
@@ -242,6 +245,7 @@ class WindowTables(GroupTables):
     def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
         # From the point's page on, not from the point: a fork of a running session shares whole pages.
         size, window, num_freed, before = self._size, self.window, 0, table.protected
+        self._find_held(table)
         table.protected = [
             (max(0, point // size * size - window) // size, -(-point // size)) for point in resume_points
         ]
