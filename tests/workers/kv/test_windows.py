@@ -211,16 +211,15 @@ def test_caches_of_other_windows_or_resume_points_have_another_digest(page_size:
     assert len(digests) == 4
 
 
-def test_an_abort_keeps_a_window_that_reaches_into_an_older_resume_point(page_size: int) -> None:
-    """The pages before its start were held for that point alone when the turn slid past them."""
-    cache = cache_of(page_size)
-    turn(cache, "s", "first", list(range(5)), 0)
-    turn(cache, "s", "second", list(range(22)), 5)
+@pytest.mark.parametrize("more", [1, 5, 9, 60])
+def test_an_abort_keeps_a_window_that_overlaps_an_older_resume_point(page_size: int, more: int) -> None:
+    """Pages just before ``num_evicted`` may be held for the aborted turn's start alone: then they are the window."""
     for keep_len in range(5, 22):
-        cache.resume("s", "third", new_tokens(range(keep_len + 60)), keep_len, match_prefix=False)
-        compute(cache, "s", list(range(keep_len + 60)))
+        cache, tokens = cache_of(page_size), list(range(keep_len + more))
+        turn(cache, "s", "first", list(range(5)), 0)
+        turn(cache, "s", "second", list(range(22)), 5)
+        cache.resume("s", "third", new_tokens(tokens), keep_len, match_prefix=False)
+        compute(cache, "s", tokens)
         cache.finish("s", "third", Outcome.ABORTED)
-        slot = cache.slots["s"]
         assert cache.audit().ok, cache.audit()
-        assert slot.committed_len == keep_len
-        turn(cache, "s", f"again {keep_len}", list(range(22)), keep_len)
+        assert cache.slots["s"].committed_len == keep_len
