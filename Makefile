@@ -43,6 +43,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.kv_core
 	$(BIN)/python -m benchmarks.kv_memory
+	$(BIN)/python -m benchmarks.grammars
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.failover

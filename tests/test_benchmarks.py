@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import kv_core, kv_memory, ranks
+from benchmarks import grammars, kv_core, kv_memory, ranks
 from workers.kv import full_group, window_group
 
 
@@ -22,3 +22,8 @@ def test_a_turn_of_the_kv_core_is_timed(num_groups: int) -> None:
 def test_an_idle_session_holds_windows_for_its_end_and_its_last_turn() -> None:
     held = kv_memory.pages_held([full_group(2056), window_group(2056, 128)], 32_768)
     assert held["full"] == 2048 and held["window 128"] <= 2 * (128 // 16 + 1)
+
+
+def test_a_step_with_constrained_rows_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "STEPS", 3)
+    assert grammars.step_ms(1) > 0

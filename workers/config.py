@@ -33,6 +33,8 @@ class EngineConfig:
     max_queued_requests: int = 256
     max_sessions: int = 1024
     """Slots: sessions whose KV stays on this worker between turns; the least recently used is evicted first."""
+    grammar_timeout_s: float = 10.0
+    """A turn whose grammar takes longer to compile is refused."""
     num_threads: int = 1
     rank_lease_s: float = 2.0
     """A leader and a follower that hear nothing from each other for this long end."""

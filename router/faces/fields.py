@@ -24,6 +24,8 @@ MAX_PENALTY = 2.0
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
+MAX_GRAMMAR = 256 * 1024
+"""Characters of a schema or grammar. It is journaled with the turn."""
 
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -79,6 +81,12 @@ def check_name(field: str, name: str) -> None:
         raise InvalidRequest(f"{field}: must have at most {MAX_NAME} characters, no control characters", field)
 
 
+def grammar_len(grammar: session_pb2.Grammar) -> int:
+    """Characters of a grammar."""
+    kind = grammar.WhichOneof("kind")
+    return len(getattr(grammar, kind)) if kind else 0
+
+
 def check_sampling(s: session_pb2.Sampling) -> None:
     """Raises InvalidRequest, which names the field."""
     ranges = {
@@ -97,6 +105,7 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         "logit_bias": len(s.logit_bias) <= MAX_BIASED_TOKENS
         and all(token >= 0 and math.fabs(bias) <= MAX_LOGIT_BIAS for token, bias in s.logit_bias.items()),
         "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= MAX_TOP_LOGPROBS,
+        "grammar": not s.HasField("grammar") or grammar_len(s.grammar) <= MAX_GRAMMAR,
     }
     for name, valid in ranges.items():
         if not valid:

@@ -23,6 +23,10 @@ async def prepare_turn(request: TurnRequest, session: Session | None, fleet: Fle
         )
     if fleet.vocab_size and ids and not 0 <= min(ids) <= max(ids) < fleet.vocab_size:
         raise InvalidRequest(f"token ids must be from 0 to {fleet.vocab_size - 1}")
+    if request.sampling.HasField("grammar"):
+        # The grammar says where the output ends: cut elsewhere, it would be no text of it.
+        for field in ("stop", "stop_token_ids", "ignore_eos"):
+            request.sampling.ClearField(field)
     if not request.sampling.HasField("seed"):
         # Drawn here, not by the worker, so that a failover continues with the same noise.
         request.sampling.seed = random.getrandbits(62)

@@ -18,6 +18,7 @@ from tests.harness import ENGINE, Harness, running
 from tests.waiting import until
 
 SAMPLING = {"temperature": 0.9, "seed": 11, "max_tokens": 60, "ignore_eos": True, "top_k": 50}
+GRAMMAR = pb.Grammar(regex=r"([0-9]{2}[a-f]{3}){30}")
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
 
@@ -37,7 +38,7 @@ async def stream_turn(stub, session: str, on_token: int = -1, act=None, **sampli
     return tokens
 
 
-@pytest.mark.parametrize("extra", [{}, PENALTIES, {"temperature": 0.0}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("extra", [{}, PENALTIES, {"temperature": 0.0}, {"logprobs": 2}, {"grammar": GRAMMAR}], ids=str)
 async def test_a_stream_continues_with_the_same_tokens(cluster: Harness, extra: dict) -> None:
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)

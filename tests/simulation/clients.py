@@ -26,7 +26,7 @@ from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import CODE_KEY, error_from_rpc
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
-from tests.simulation.model import VOCABULARY, expected_output
+from tests.simulation.model import GRAMMAR, VOCABULARY, expected_output
 
 PATIENCE_S = 90.0
 """No turn may take longer, whatever happens: every wait inside has a deadline far below."""
@@ -156,7 +156,7 @@ class Client:
         given = [self.rng.randrange(VOCABULARY) for _ in range(count)]
         turn = _Turn(f"{self.name}-{self.rng.getrandbits(40):x}", keep_len, given, self.rng.choice((1, 3, 8, 24)))
         turn.seed = self.rng.getrandbits(30)
-        turn.expected = expected_output(list(kept) + given, turn.seed, turn.max_tokens)
+        turn.expected = turn.output_after(list(kept) + given)
         return turn
 
     async def _attempt(self, turn: _Turn) -> None:
@@ -296,7 +296,7 @@ class Client:
         history = list(self.history)
         for turn in order:
             history += turn.input
-            output = expected_output(history, turn.seed, turn.max_tokens)
+            output = turn.output_after(history)
             if turn.seen != output[: len(turn.seen)] or (turn.done and len(turn.seen) < len(output)):
                 return None
             history += output
@@ -368,8 +368,19 @@ class _Turn:
         self.leaves_at: int | None = None
         self.checks = True
 
+    @property
+    def in_grammar(self) -> bool:
+        return self.seed % 4 == 0
+
+    def output_after(self, history: Sequence[int]) -> list[int]:
+        """What a fault-free cluster answers."""
+        return expected_output(history, self.seed, self.max_tokens, in_grammar=self.in_grammar)
+
     def sampling(self) -> session_pb2.Sampling:
-        return session_pb2.Sampling(temperature=1.0, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True)
+        sampling = session_pb2.Sampling(temperature=1.0, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True)
+        if self.in_grammar:
+            sampling.grammar.CopyFrom(session_pb2.Grammar(regex=GRAMMAR))
+        return sampling
 
 
 def _meaning(error: grpc.aio.AioRpcError) -> Exception:

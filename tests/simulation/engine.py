@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,20 @@ from workers.serving.rank_links import RankLinks
 STEPS_S = ((0.005, 0.02), (0.1, 0.4))
 
 
+class InThisThread(Executor):
+    """Does what it is given at once."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **keywords))
+        return done
+
+
 class SimulatedLeader(Leader):
     """The leader's loop as a task: one step, then the time that it took."""
 
     step_s = STEPS_S[0]
+    _grammar_executor = InThisThread()
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)

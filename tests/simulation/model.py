@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from workers.config import EngineConfig
 from workers.engine.rank import Batch, StepResult
 from workers.engine.step_log import RecordedCache
+from workers.grammar.compiler import GrammarCompiler
 from workers.kv import (
     GroupSpec,
     PageCopy,
@@ -38,17 +44,54 @@ def chained(tokens: Iterable[int], chain: int = 0) -> int:
     return chain
 
 
-def next_token(chain: int, seed: int) -> int:
-    return chained((seed,), chain) % VOCABULARY
+def next_token(chain: int, seed: int, allowed: Sequence[int] = range(VOCABULARY)) -> int:
+    return allowed[chained((seed,), chain) % len(allowed)]
 
 
-def expected_output(history: Sequence[int], seed: int, count: int) -> list[int]:
+def expected_output(history: Sequence[int], seed: int, count: int, *, in_grammar: bool = False) -> list[int]:
     """What a fault-free model says after ``history``."""
     chain, output = chained(history), []
-    for _ in range(count):
-        output.append(next_token(chain, seed))
+    for i in range(count):
+        output.append(next_token(chain, seed, ALLOWED[i % len(ALLOWED)] if in_grammar else range(VOCABULARY)))
         chain = chained(output[-1:], chain)
     return output
+
+
+def text_of(token: int) -> str:
+    """The token in a grammar."""
+    return f"{chr(ord('a') + token // 10)}{token % 10}"
+
+
+ALLOWED = (range(40), range(40, 70), range(70, VOCABULARY))
+"""In the grammar of simulated clients: the tokens at each third position of an output."""
+GRAMMAR = "(" + "".join(f"({'|'.join(map(text_of, tokens))})" for tokens in ALLOWED) + ")*"
+
+
+class SimulatedTokenizer:
+    """In place of a tokenizer's file, for the grammars: each token is two characters, and one more ends a text."""
+
+    bos_token_id = None
+    eos_token_id = VOCABULARY
+    special_token_ids = (VOCABULARY,)
+    tokens = (*(text_of(token).encode() for token in range(VOCABULARY)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode()
+        return [self.tokens.index(text[i : i + 2].encode()) for i in range(0, len(text), 2)]
+
+
+class SimulatedCompiler(GrammarCompiler):
+    """The real compiler, for the simulated vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), VOCABULARY + 1, (VOCABULARY,))
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(SimulatedTokenizer()))
+
+
+COMPILER = SimulatedCompiler()
 
 
 class SimulatedKV:
@@ -87,6 +130,7 @@ class SimulatedRank:
     """In place of ``Rank``: the real cache, and no model."""
 
     kinds = "full"
+    grammar_compiler = COMPILER
 
     def __init__(self, config: EngineConfig, group: Any = None) -> None:
         self.shard = group.shard if group is not None else Shard()
@@ -101,12 +145,14 @@ class SimulatedRank:
         self.kv = SimulatedKV(config.page_size, len(groups))
         self.layout = f"{config.page_size}, {self.shard.size} ranks"
 
-    def apply(self, step: Step, batch: Batch) -> StepResult:
+    def apply(self, step: Step, batch: Batch, masks: Future[dict[str, bytes]] | None = None) -> StepResult:
         chains = iter(self.compute(batch, step.copies, step.table_updates))
-        result = StepResult()
+        result, allowed = StepResult(), masks.result() if masks is not None else {}
         for work, chain in zip(step.work, chains, strict=True):
             if work.samples:
-                result.tokens[work.turn.turn_id] = next_token(chain, work.turn.params.seed)
+                mask = int.from_bytes(allowed.get(work.turn.turn_id, b"\xff" * VOCABULARY), "little")
+                tokens = [token for token in range(VOCABULARY) if mask >> token & 1]
+                result.tokens[work.turn.turn_id] = next_token(chain, work.turn.params.seed, tokens)
         return result
 
     def compute(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> list[int]:

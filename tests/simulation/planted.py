@@ -20,6 +20,7 @@ from router.turns.turn import LiveTurn, TurnChunk
 from tests.simulation.disk import SimulatedJournal
 from tests.simulation.run import run_seed
 from workers.engine.step_log import LogWriter
+from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
 
@@ -84,6 +85,10 @@ def _abort_anybody_s_turn(self: SqliteStore, session_id: str, turn_id: str) -> b
     return ours
 
 
+def _begin_anew(self: TurnGrammars, turn: Any, compiled: Any) -> None:
+    self._matchers[turn.turn_id] = compiled.deep_copy()
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
     "a stale epoch is accepted": lambda: mock.patch.object(SqliteStore, "_fenced", _accept_any_epoch),
@@ -106,6 +111,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a fork takes no references to its pages": lambda: mock.patch.object(
         SessionCache, "fork", _fork_without_references
     ),
+    "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
     "the digest is not compared": lambda: _skips_a_cut(),
 }
 

@@ -13,9 +13,11 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TypeVar
+
+from llguidance import LLMatcher
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import rank_pb2, worker_pb2
@@ -24,12 +26,14 @@ from workers.engine.batch import Batch
 from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
 from workers.engine.epochs import SessionEpochs
-from workers.engine.messages import Submission, TurnUpdate
+from workers.engine.grammar_gate import GrammarGate
+from workers.engine.messages import Submission, TurnUpdate, check_tokens
 from workers.engine.migration import KVMigrations
+from workers.engine.outputs import Outputs
 from workers.engine.rank import Rank, StepResult
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
-from workers.engine.stop_strings import StopStrings
+from workers.grammar.turns import TurnGrammars
 from workers.kv import Outcome
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn
@@ -49,6 +53,8 @@ class Leader:
     In a group, ``send`` takes an entry of the step log to all followers and returns at once; the
     followers' acks go to ``log.ack``.
     """
+
+    _grammar_executor: Executor | None = None
 
     def __init__(
         self,
@@ -78,8 +84,11 @@ class Leader:
         self.counters: Counter[str] = Counter()
         self._emit = emit
         self._on_crash = on_crash
-        self._eos = frozenset(self.rank.model_config.eos_token_ids)
-        self._stop_strings = StopStrings(config.model / "tokenizer.json")
+        grammars = TurnGrammars(self.rank.grammar_compiler, self._grammar_executor)
+        self._outputs = Outputs(
+            config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, self.scheduler.max_len, grammars
+        )
+        self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -97,11 +106,13 @@ class Leader:
 
     def step(self) -> None:
         """One iteration: plan -> write the log -> apply -> collect."""
+        self._end_waiting(self._gate.remove_overdue())
         step = self.scheduler.plan()
         batch = Batch.of(step.work)
         self._replication.write(batch)
         began = time.monotonic()
-        result = self.rank.apply(step, batch)
+        masks = self._outputs.masks([work.turn for work in step.work if work.samples])
+        result = self.rank.apply(step, batch, masks)
         self._measure_prefill(len(batch.tokens), time.monotonic() - began)
         self.scheduler.commit(step)
         self._collect(step, result)
@@ -138,14 +149,13 @@ class Leader:
             update.tokens.append(token)
             if turn_id in result.logprobs:
                 update.logprobs.append(result.logprobs[turn_id])
-            finish = self._finish_of(turn)
+            try:
+                finish = self._outputs.push(turn)
+            except InvalidRequest as error:
+                self._end(turn, Outcome.ABORTED, error)
+                continue
             if finish is not None:
                 self._end(turn, Outcome.COMPLETED, finish)
-
-    def _finish_of(self, turn: Turn) -> Finish | None:
-        """Why the turn's last token ends it, if it does."""
-        finish = turn.finish_by_token(turn.tokens[-1], self._eos, self.scheduler.max_len)
-        return finish or self._stop_strings.look(turn)
 
     def _update_of(self, turn: Turn) -> TurnUpdate:
         update = self._updates.get(turn.turn_id)
@@ -168,6 +178,7 @@ class Leader:
         """End the loop after its current step, and wait for it."""
         self._commands.put(None)
         self._thread.join()
+        self._outputs.grammars.close()
 
     def submit(self, submission: Submission) -> None:
         """Queue a turn; its tokens and its end come through ``emit``."""
@@ -183,6 +194,7 @@ class Leader:
         def preempt() -> None:
             for turn in list(self.scheduler.turns.values()):
                 self._end(turn, Outcome.ABORTED, error)
+            self._end_waiting(self._gate.remove(lambda submission: True), error)
             self._emit_updates()
 
         self._commands.put(preempt)
@@ -200,6 +212,8 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
+            waiting = self._gate.remove(lambda submission: submission.session_id == session_id)
+            self._end_waiting(waiting, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id)
             self.epochs.forget(session_id)
@@ -281,8 +295,15 @@ class Leader:
     # ---- commands, in the loop's thread -----------------------------------------------------------
 
     def _submit(self, submission: Submission) -> None:
+        grammar = submission.params.grammar
+        if grammar is None:
+            self._submit_compiled(submission, None)
+        else:
+            self._gate.wait(submission, self._outputs.grammars.compile(grammar), self._submit_compiled)
+
+    def _submit_compiled(self, submission: Submission, grammar: Future[LLMatcher] | None) -> None:
         try:
-            turn = self._admit(submission)
+            turn = self._admit(submission, grammar.result() if grammar is not None else None)
         except HoldfastError as error:
             self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, error=error)
         else:
@@ -290,7 +311,16 @@ class Leader:
                 self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
         self._emit_updates()
 
-    def _admit(self, submission: Submission) -> Turn | None:
+    def _end_waiting(self, waiting: list[Submission], reason: Finish | HoldfastError | None = None) -> None:
+        """End turns that wait for their grammars; without ``reason``, because that takes too long."""
+        for submission in waiting:
+            error = reason if isinstance(reason, HoldfastError) else self._gate.too_late(submission)
+            finish = reason if isinstance(reason, Finish) else None
+            self._updates[submission.turn_id] = TurnUpdate(
+                submission.turn_id, finish=finish, error=None if finish else error
+            )
+
+    def _admit(self, submission: Submission, grammar: LLMatcher | None) -> Turn | None:
         """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
         if not submission.ephemeral:
             self.epochs.check(submission.session_id, submission.epoch)
@@ -300,7 +330,7 @@ class Leader:
         if found is None:
             return None
         tokens, keep_len = found
-        self._check_tokens(submission, tokens)
+        check_tokens(submission, tokens, self.rank.model_config.vocab_size)
         turn = Turn(
             turn_id=submission.turn_id,
             session_id=submission.session_id,
@@ -311,12 +341,18 @@ class Leader:
             params=submission.params,
             ephemeral=submission.ephemeral,
         )
-        if turn.num_output and (finish := self._finish_of(turn)) is not None:
+        try:
+            finish = self._outputs.begin(turn, grammar)
+            if finish is None:
+                self.scheduler.submit(turn)
+        except HoldfastError:
+            self._outputs.forget(turn)
+            raise
+        if finish is not None:
             # A replay of a turn whose end was never reported: nothing is left to compute.
             self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, finish=finish)
-            self._stop_strings.forget(turn)
+            self._outputs.forget(turn)
             return turn
-        self.scheduler.submit(turn)
         if not submission.ephemeral:
             self.epochs.remember(submission.session_id, submission.epoch)
         self.counters["turns"] += 1
@@ -334,16 +370,6 @@ class Leader:
             return None
         return prefix + submission.tokens, submission.prefix_len
 
-    def _check_tokens(self, submission: Submission, tokens: array[int]) -> None:
-        vocab_size = self.rank.model_config.vocab_size
-        new = submission.tokens  # the prefix was checked when it was submitted
-        if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
-            raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
-        if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
-            raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}")
-        if any(not 0 <= token < vocab_size for token, _ in submission.params.logit_bias):
-            raise InvalidRequest(f"logit_bias: each token must be from 0 to {vocab_size - 1}", "logit_bias")
-
     def _end_superseded(self, submission: Submission) -> None:
         """End a turn that an owner with a later epoch replaces, possibly by the same turn after a failover."""
         old = self.scheduler.turn_of(submission.session_id)
@@ -354,7 +380,8 @@ class Leader:
         turn = self.scheduler.turns.get(turn_id)
         if turn is not None:
             self._end(turn, Outcome.ABORTED, Finish("abort"))
-            self._emit_updates()
+        self._end_waiting(self._gate.remove(lambda submission: submission.turn_id == turn_id), Finish("abort"))
+        self._emit_updates()
 
     def _end(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:
         update = self._update_of(turn)
@@ -365,6 +392,6 @@ class Leader:
             update.finish = reason
             self.counters[f"finished_{reason.reason}"] += 1
         self.scheduler.finish(turn, outcome)
-        self._stop_strings.forget(turn)
+        self._outputs.forget(turn)
         for waiting in self._after_turn.pop(turn.session_id, []):
             waiting()

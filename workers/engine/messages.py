@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, InvalidRequest
 from workers.engine.sampler import TokenLogprobs
 from workers.scheduling import Finish, SamplingParams
 
@@ -26,6 +26,17 @@ class Submission:
     prefix_len: int = 0
     prefix_crc: int = 0
     """CRC-32 of those tokens as the router knows them."""
+
+
+def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) -> None:
+    """Raises InvalidRequest if ``tokens``, its whole input, or its parameters name a token that does not exist."""
+    new = submission.tokens  # the prefix was checked when it was submitted
+    if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
+        raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
+    if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
+        raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}", "stop_token_ids")
+    if any(not 0 <= token < vocab_size for token, _ in submission.params.logit_bias):
+        raise InvalidRequest(f"logit_bias: each token must be from 0 to {vocab_size - 1}", "logit_bias")
 
 
 @dataclass(slots=True)

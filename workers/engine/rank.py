@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +15,14 @@ from workers.engine.collectives import Collectives
 from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.engine.step_log import RecordedCache
+from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.paged_attention import plan_attention
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
-from workers.scheduling import Step, Work
+from workers.scheduling import Step, Turn, Work
 
 
 @dataclass(slots=True)
@@ -41,6 +43,9 @@ class Rank:
     def __init__(self, config: EngineConfig, group: Collectives | None = None) -> None:
         self.shard = group.shard if group is not None else Shard()
         self.model_config = read_config(config.model)
+        self.grammar_compiler = GrammarCompiler(
+            config.model / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
         self.context_len = _context_len(config.context_length, self.model_config)
@@ -79,13 +84,13 @@ class Rank:
         self._queries_per_kv_head = model.queries_per_kv_head
         self._eos = frozenset(self.model_config.eos_token_ids)
 
-    def apply(self, step: Step, batch: Batch) -> StepResult:
-        """The leader's part of a step: compute, and choose the tokens."""
+    def apply(self, step: Step, batch: Batch, masks: Future[dict[str, bytes]] | None = None) -> StepResult:
+        """The leader's part of a step: compute, and choose the tokens. ``masks``: see ``TurnGrammars.masks``."""
         result = StepResult()
         with torch.inference_mode():
             logits = self.compute(batch, step.copies, step.table_updates)
             if logits is not None:
-                self._sample(step.work, logits, result)
+                self._sample(step.work, logits, masks.result() if masks is not None else {}, result)
                 self._input_logprobs(step.work, logits, result)
         return result
 
@@ -134,11 +139,11 @@ class Rank:
             logit_rows=torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device),
         )
 
-    def _sample(self, work: list[Work], logits: torch.Tensor, result: StepResult) -> None:
+    def _sample(self, work: list[Work], logits: torch.Tensor, masks: Mapping[str, bytes], result: StepResult) -> None:
         turns = [w.turn for w in work if w.samples]
         if not turns:
             return
-        rows = [SamplingRow(t.params, t.tokens, t.prompt_len, t.banned_tokens(self._eos)) for t in turns]
+        rows = [self._sampling_row(turn, masks.get(turn.turn_id)) for turn in turns]
         logits = logits[: len(turns)]
         with_logprobs = [i for i, t in enumerate(turns) if t.params.num_logprobs >= 0]
         raw = logits[with_logprobs].clone() if with_logprobs else None
@@ -149,6 +154,14 @@ class Rank:
             tops = [turns[i].params.num_logprobs for i in with_logprobs]
             for i, logprobs in zip(with_logprobs, logprobs_of(raw, chosen, tops), strict=True):
                 result.logprobs[turns[i].turn_id] = logprobs
+
+    def _sampling_row(self, turn: Turn, mask: bytes | None) -> SamplingRow:
+        banned = turn.banned_tokens(self._eos)
+        if banned and mask is not None:
+            allowed = int.from_bytes(mask, "little")
+            if not allowed & ~sum(1 << token for token in banned):
+                banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
+        return SamplingRow(turn.params, turn.tokens, turn.prompt_len, banned, mask)
 
     def _input_logprobs(self, work: list[Work], logits: torch.Tensor, result: StepResult) -> None:
         at = sum(w.samples for w in work)

@@ -27,6 +27,8 @@ class SamplingRow:
     prompt_len: int
     banned: Sequence[int] = ()
     """Token ids that may not be chosen."""
+    mask: bytes | None = None
+    """The token ids that a grammar allows, a bit each, lowest first. Some of them is not banned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             _penalize(logits[i], row)
         if row.banned:
             logits[i, list(row.banned)] = -torch.inf
+    _mask(logits, rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
         picked = logits[drawn]
@@ -93,6 +96,15 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
+
+
+def _mask(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
+    if masks:
+        packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
+        bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+        allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
+        logits[list(masks)] = logits[list(masks)].masked_fill(~allowed, -torch.inf)
 
 
 def _penalize(logits: Tensor, row: SamplingRow) -> None:

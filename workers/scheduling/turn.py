@@ -8,6 +8,17 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be a text of."""
+
+    kind: str
+    """``json_schema``, ``regex``, ``ebnf`` or ``structural_tag``."""
+    text: str
+    param: str
+    """The request's parameter that it came from, which errors name."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are greedy and unlimited."""
 
@@ -35,6 +46,7 @@ class SamplingParams:
     """-1: none; 0: of the chosen token; n: also of the n likeliest tokens."""
     logprob_start: int = -1
     """First token of the prompt whose logprob is wanted; -1: none."""
+    grammar: Grammar | None = None
 
     @property
     def penalized(self) -> bool:

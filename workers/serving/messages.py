@@ -9,7 +9,7 @@ from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
 from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.sampler import TokenLogprobs
-from workers.scheduling import SamplingParams
+from workers.scheduling import Grammar, SamplingParams
 
 MIN_TEMPERATURE = 1e-5
 """A lower temperature is greedy: fp32 logits divided by it overflow, and no second token has a chance."""
@@ -58,7 +58,13 @@ def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
         ignore_eos=s.ignore_eos,
         num_logprobs=given("logprobs", -1),
         logprob_start=given("logprob_start", -1),
+        grammar=_grammar(s.grammar),
     )
+
+
+def _grammar(grammar: session_pb2.Grammar) -> Grammar | None:
+    kind = grammar.WhichOneof("kind")
+    return Grammar(kind, getattr(grammar, kind), grammar.param or "grammar") if kind else None
 
 
 def _logprob_message(logprobs: TokenLogprobs) -> session_pb2.TokenLogprob:

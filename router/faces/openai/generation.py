@@ -14,21 +14,10 @@ from starlette.responses import Response
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import (
-    Count,
-    Int32,
-    Int64,
-    LogitBias,
-    Name,
-    OpenAIBody,
-    Penalty,
-    RepetitionPenalty,
-    Stops,
-    StopTokens,
-    Temperature,
-    refuse_unsupported,
-)
+from router.faces.fields import Count, Int32, Int64, Name, refuse_unsupported
+from router.faces.grammars import GrammarFields
 from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
+from router.faces.sampling import SamplingFields
 from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
 
@@ -36,7 +25,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationBody(OpenAIBody):
+class GenerationBody(SamplingFields, GrammarFields):
     """Parameters of both endpoints."""
 
     model: str = ""
@@ -44,54 +33,24 @@ class GenerationBody(OpenAIBody):
     stream_options: StreamOptions | None = None
     n: Count = 1
     max_tokens: Count | None = None
-    temperature: Temperature = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: Int32 = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
     seed: Int64 | None = None
-    stop: Stops | None = None
-    stop_token_ids: StopTokens = Field(default_factory=list)
     min_tokens: Int32 = Field(0, ge=0)
-    ignore_eos: bool = False
     prompt_cache_key: Name = ""
-    logit_bias: LogitBias = Field(default_factory=dict)
     tools: list[Any] | None = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationBody:
-        text_only = self.response_format in (None, {"type": "text"})
-        refuse_unsupported(
-            {
-                "tools": bool(self.tools),
-                "functions": bool(self.functions),
-                "response_format": not text_only,
-            }
-        )
+        refuse_unsupported({"tools": bool(self.tools), "functions": bool(self.functions)})
         return self
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return session_pb2.Sampling(
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
+        return self.sampling_message(
             seed=self.seed,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
-            stop=[stop for stop in stops if stop],
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
             logprobs=num_logprobs,
+            grammar=self.grammar(),
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
 from router.faces.fields import Count, Int64, OpenAIBody, Temperature, refuse_unsupported
+from router.faces.grammars import JsonObjectFormat, JsonSchema, TextFormat, of_schema, only_one
 from router.faces.openai.stored_response import StoredResponse
 
 MAX_METADATA = 16
@@ -41,6 +42,22 @@ class ConversationRef(BaseModel):
     id: str
 
 
+class SchemaFormat(JsonSchema):
+    """As chat's, but flat."""
+
+    type: Literal["json_schema"]
+
+
+class TextSettings(BaseModel):
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: str | None = None
+
+    def grammar(self) -> session_pb2.Grammar | None:
+        if isinstance(self.format, SchemaFormat):
+            return only_one(of_schema(self.format.schema_ or {"type": "object"}, "text.format.schema"))
+        return of_schema({"type": "object"}, "text.format") if isinstance(self.format, JsonObjectFormat) else None
+
+
 class ResponseBody(OpenAIBody):
     model: str = ""
     input: str | list[InputItem] = Field(min_length=1)
@@ -57,7 +74,7 @@ class ResponseBody(OpenAIBody):
     ignore_eos: bool = False
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     tools: list[Any] | None = None
-    text: dict[str, Any] | None = None
+    text: TextSettings | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
 
@@ -67,7 +84,6 @@ class ResponseBody(OpenAIBody):
             {
                 "tools": bool(self.tools),
                 "include": bool(self.include),
-                "text.format": (self.text or {}).get("format", {"type": "text"}) != {"type": "text"},
                 "truncation: auto": self.truncation == "auto",
             }
         )
@@ -92,8 +108,11 @@ class ResponseBody(OpenAIBody):
             seed=self.seed,
             max_tokens=self.max_output_tokens,
             ignore_eos=self.ignore_eos,
+            grammar=self.text.grammar() if self.text is not None else None,
         )
-        echoed = {"temperature", "top_p", "max_output_tokens", "metadata"}
+        echoed = self.model_dump(include={"temperature", "top_p", "max_output_tokens", "metadata"})
+        if self.text is not None and self.text.format is not None:
+            echoed["text"] = self.text.model_dump(exclude_none=True, by_alias=True)
         return StoredResponse(
             id=response_id,
             created_at=int(time.time()),
@@ -105,6 +124,6 @@ class ResponseBody(OpenAIBody):
             conversation=conversation,
             background=self.background,
             stored=self.store,
-            settings=self.model_dump(include=echoed),
+            settings=echoed,
             sampling=sampling.SerializeToString(),
         )

@@ -8,20 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import (
-    MAX_TOP_LOGPROBS,
-    Count,
-    Int32,
-    Int64,
-    LogitBias,
-    Name,
-    Penalty,
-    RepetitionPenalty,
-    Stops,
-    StopTokens,
-    Temperature,
-    TokenId,
-)
+from router.faces.fields import MAX_TOP_LOGPROBS, Count, Int32, Int64, Name, TokenId
+from router.faces.grammars import Schema, Text, of_schema, of_structural_tag, of_text, only_one
+from router.faces.sampling import SamplingFields
 from router.faces.several import MAX_TURNS
 from router.faces.sglang.sessions import SessionParams
 
@@ -29,23 +18,25 @@ DEFAULT_MAX_NEW_TOKENS = 128
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(SamplingFields):
     model_config = ConfigDict(extra="ignore")
 
     max_new_tokens: Count | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Int32 = Field(0, ge=0)
-    temperature: Temperature = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: Int32 = Field(-1, ge=-1)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    stop: Stops | None = None
-    stop_token_ids: StopTokens | None = None
-    ignore_eos: bool = False
-    logit_bias: LogitBias | None = None
     sampling_seed: Int64 | None = None
+    json_schema: Schema | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    structural_tag: Schema | None = None
+
+    def grammar(self) -> session_pb2.Grammar | None:
+        """Raises InvalidRequest if there are several."""
+        return only_one(
+            of_schema(self.json_schema, "json_schema"),
+            of_text("regex", self.regex, "regex"),
+            of_text("ebnf", self.ebnf, "ebnf"),
+            of_structural_tag(self.structural_tag, "structural_tag"),
+        )
 
 
 class GenerateBody(BaseModel):
@@ -65,22 +56,11 @@ class GenerateBody(BaseModel):
 
     def sampling(self) -> session_pb2.Sampling:
         s = self.sampling_params
-        stops = [s.stop] if isinstance(s.stop, str) else s.stop or []
-        return session_pb2.Sampling(
-            temperature=s.temperature,
-            top_k=max(0, s.top_k),
-            top_p=s.top_p,
-            min_p=s.min_p,
-            repetition_penalty=s.repetition_penalty,
-            presence_penalty=s.presence_penalty,
-            frequency_penalty=s.frequency_penalty,
+        return s.sampling_message(
             seed=s.sampling_seed,
             max_tokens=s.max_new_tokens,
             min_tokens=s.min_new_tokens,
-            stop=[stop for stop in stops if stop],
-            stop_token_ids=s.stop_token_ids or [],
-            ignore_eos=s.ignore_eos,
-            logit_bias=s.logit_bias or {},
+            grammar=s.grammar(),
             logprobs=self.top_logprobs_num if self.return_logprob else None,
             logprob_start=self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None,
         )

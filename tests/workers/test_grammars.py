@@ -1,0 +1,162 @@
+"""Turns with grammars in one engine, step by step: what waits, what ends, and what does not change."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from benchmarks.schemas import corpus
+from holdfast.errors import InvalidRequest, NoWorkerAvailable
+from tests.schemas import check
+from tests.workers.engine import SMALL, Engine
+from tests.workers.groups import GroupEngine
+from workers.config import BUNDLED_MODEL
+from workers.grammar.compiler import GrammarCompiler
+from workers.scheduling import Grammar, SamplingParams
+
+COMPILER = GrammarCompiler(BUNDLED_MODEL / "tokenizer.json", 2048, (4, 0))
+
+
+def params(kind: str, text: Any, seed: int = 0, **more: Any) -> SamplingParams:
+    grammar = Grammar(kind, text if isinstance(text, str) else json.dumps(text), "field")
+    given = {"max_tokens": 1500, "temperature": 1.0, "seed": seed} | more
+    return SamplingParams(grammar=grammar, **given)
+
+
+def prompt(seed: int, length: int = 12) -> list[int]:
+    return [5 + (seed * 131 + i * 17) % 2000 for i in range(length)]
+
+
+def text_of(engine: Engine, turn_id: str) -> str:
+    return COMPILER.tokenizer.decode_str([t for t in engine.output(turn_id) if t not in (4, 0)])
+
+
+def submit(engine: Engine, turn_id: str, session: str, tokens: list[int], given: SamplingParams, **more: Any) -> None:
+    """Submit a turn whose grammar is compiled already."""
+    assert given.grammar is not None
+    engine.leader._outputs.grammars.compile(given.grammar).exception(timeout=60)
+    engine.submit(turn_id, session, tokens, given, **more)
+
+
+class Slowly:
+    """In place of the compiler: each grammar is done when the test says so."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.future: Future[Any] = Future()
+        engine.leader._outputs.grammars.compile = lambda grammar: self.future  # type: ignore[method-assign]
+
+    def finish(self, grammar: Grammar) -> None:
+        self.future.set_result(COMPILER.compile(grammar))
+
+
+TIGHT = {"max_total_tokens": 360, "chunked_prefill_size": 24, "page_size": 4, "context_length": 350}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_texts_under_chunking_and_retract_equal_those_alone(size: int) -> None:
+    schemas = [s for s in corpus(40) if len(json.dumps(s)) < 500][:6]
+    alone, tight = Engine(), Engine(SMALL, **TIGHT) if size == 1 else GroupEngine(size, SMALL, **TIGHT)
+    for i, schema in enumerate(schemas):
+        submit(alone, f"t{i}", f"s{i}", prompt(i, 40), params("json_schema", schema, i, max_tokens=300))
+        alone.run()
+        submit(tight, f"t{i}", f"s{i}", prompt(i, 40), params("json_schema", schema, i, max_tokens=300))
+    tight.run()
+    assert tight.scheduler.num_retracted > 0, "pages ran out"
+    num_ended = 0
+    for i, schema in enumerate(schemas):
+        assert alone.output(f"t{i}") == tight.output(f"t{i}")
+        if alone.last(f"t{i}").finish == ("stop", 4):
+            check(text_of(alone, f"t{i}"), schema)
+            num_ended += 1
+    assert num_ended >= 3
+    if isinstance(tight, GroupEngine):
+        tight.stop()
+
+
+@pytest.mark.parametrize("shown", [1, 5, 17])
+def test_a_replay_continues_the_grammar(shown: int) -> None:
+    whole, replay = Engine(), Engine()
+    given = params("regex", r"(\d\d[a-f]{3}){12}", 3)
+    submit(whole, "t", "s", prompt(1), given)
+    whole.run()
+    output = whole.output("t")
+    submit(replay, "t", "s", prompt(1) + output[:shown], given, prompt_len=len(prompt(1)))
+    replay.run()
+    assert output[:shown] + replay.output("t") == output
+    assert re.fullmatch(r"(\d\d[a-f]{3}){12}", text_of(whole, "t"))
+
+
+def test_a_replay_of_all_of_a_text_has_only_its_end_to_say() -> None:
+    whole, replay = Engine(), Engine()
+    submit(whole, "t", "s", prompt(1), params("regex", "[ab]{3}"))
+    whole.run()
+    submit(replay, "t", "s", prompt(1) + whole.output("t"), params("regex", "[ab]{3}"), prompt_len=len(prompt(1)))
+    assert replay.last("t").finish == ("stop", 4) and not replay.output("t")
+
+
+def test_others_run_while_a_grammar_is_compiled() -> None:
+    engine = Engine()
+    slowly = Slowly(engine)
+    given = params("regex", "[ab]{3}")
+    engine.submit("waits", "w", prompt(1), given)
+    engine.submit("runs", "r", prompt(2))
+    engine.run()
+    assert engine.last("runs").finish is not None and "waits" not in engine.updates
+    assert given.grammar is not None
+    slowly.finish(given.grammar)
+    engine.commands()
+    engine.run()
+    assert re.fullmatch("[ab]{3}", text_of(engine, "waits"))
+
+
+def test_a_turn_that_waits_for_its_grammar_can_be_ended() -> None:
+    engine = Engine(grammar_timeout_s=1000.0)
+    given = params("regex", "[ab]{3}")
+    slowly = Slowly(engine)
+    for turn_id in ("aborted", "released", "preempted"):
+        engine.submit(turn_id, f"session of {turn_id}", prompt(1), given)
+    engine.leader.abort("aborted")
+    engine.leader.release_session("session of released", 1)
+    engine.commands()
+    engine.leader.preempt_all(NoWorkerAvailable("drains"))
+    engine.commands()
+    assert given.grammar is not None
+    slowly.finish(given.grammar)
+    engine.commands()
+    engine.leader.step()
+    assert [engine.last(t).finish for t in ("aborted", "released")] == [("abort", None), ("abort", "released")]
+    assert isinstance(engine.last("preempted").error, NoWorkerAvailable)
+    assert not engine.scheduler.turns and not engine.cache.slots
+
+
+def test_a_grammar_has_a_deadline() -> None:
+    engine = Engine(grammar_timeout_s=0.0)
+    Slowly(engine)
+    engine.submit("t", "s", prompt(1), params("regex", "[ab]{3}"))
+    engine.leader.step()
+    error = engine.last("t").error
+    assert isinstance(error, InvalidRequest) and error.param == "field" and "not compiled within" in error.message
+
+
+def test_an_invalid_grammar_disturbs_nobody() -> None:
+    engine = Engine()
+    engine.submit("runs", "r", prompt(2))
+    submit(engine, "invalid", "s", prompt(1), params("regex", "("))
+    engine.run()
+    assert isinstance(engine.last("invalid").error, InvalidRequest)
+    assert engine.last("runs").finish is not None and "s" not in engine.cache.slots
+
+
+def test_compiled_grammars_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.grammar.turns.MAX_CACHED", 2)
+    grammars = Engine().leader._outputs.grammars
+    first = Grammar("regex", "a", "field")
+    assert grammars.compile(first) is grammars.compile(Grammar("regex", "a", "field"))
+    for text in "bcd":
+        grammars.compile(Grammar("regex", text, "field"))
+    assert len(grammars._compiled) == 2
+    grammars.close()

@@ -1,0 +1,93 @@
+"""From a request's grammar to a matcher, by llguidance (https://github.com/guidance-ai/llguidance).
+
+Chosen over xgrammar: half its compile time over a corpus of schemas, a mask in 1 us, and 3 MB installed without
+dependencies, where xgrammar needs triton.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from tokenizers import Tokenizer
+
+from holdfast.errors import InvalidRequest
+from workers.grammar.schema_errors import failing_part
+from workers.grammar.structural_tag import lark_of
+from workers.scheduling import Grammar
+
+WHITESPACE = r"\n?[\x20\t]{0,40}"
+"""Between a JSON text's tokens: enough to indent it, and no more, because a model may not stop otherwise."""
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, which is loaded with the first of them. For several threads."""
+
+    def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance reads it."""
+        return LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=self._eos or None)
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        added = Tokenizer.from_file(str(self._path)).get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at its start; turns use copies of it. Raises InvalidRequest, which names the failing part."""
+        try:
+            source = self._source(grammar)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InvalidRequest(f"{grammar.param}: {_brief(error)}", grammar.param) from None
+        matcher = LLMatcher(self.tokenizer, source, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"{grammar.param}: {self._explain(grammar, matcher.get_error())}", grammar.param)
+        return matcher
+
+    def _source(self, grammar: Grammar) -> str:
+        if grammar.kind == "json_schema":
+            return self._json_source(json.loads(grammar.text))
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        if grammar.kind == "ebnf":
+            return LLMatcher.grammar_from_lark(_lark_text(grammar.text))
+        return LLMatcher.grammar_from_lark(lark_of(json.loads(grammar.text), self._special_tokens, JSON_OPTIONS))
+
+    def _json_source(self, schema: Any) -> str:
+        if not isinstance(schema, dict):
+            raise ValueError("a schema must be a JSON object")
+        return LLMatcher.grammar_from_json_schema(schema | {"x-guidance": JSON_OPTIONS})
+
+    def _explain(self, grammar: Grammar, error: str) -> str:
+        if grammar.kind != "json_schema":
+            return _brief(error)
+
+        def fault_of(schema: dict[str, Any]) -> str:
+            return LLMatcher.validate_grammar(self._json_source(schema), self.tokenizer)
+
+        where = failing_part(json.loads(grammar.text), fault_of)
+        return f"{_brief(error)} (at {where or '#'} of the schema)"
+
+
+def _lark_text(text: str) -> str:
+    """GBNF in Lark's syntax. Raises ValueError."""
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter's own class, and what it does not foresee
+        raise ValueError(f"the grammar is neither GBNF nor Lark: {_brief(error)}") from None
+
+
+def _brief(error: object) -> str:
+    """The message's first line and, of one that quotes the grammar, the line that says what is wrong."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join([first, *(line for line in others if line.startswith("error:"))])

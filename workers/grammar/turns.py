@@ -1,0 +1,83 @@
+"""The grammars of a worker's live turns: compiled in threads of their own, never in the step loop's."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher
+
+from holdfast.errors import InvalidRequest
+from workers.grammar.compiler import GrammarCompiler
+from workers.scheduling import Grammar, Turn
+
+MAX_CACHED = 256
+"""Compiled grammars: agents send the same few with each request."""
+NUM_THREADS = 2
+"""One slow grammar does not delay the others."""
+
+
+class TurnGrammars:
+    """Compiles grammars, follows the output of each turn that has one, and makes the masks of a step.
+
+    For one thread, the step loop's, which none of its methods blocks. ``executor``: in place of threads of its own.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, executor: Executor | None = None) -> None:
+        self._compiler = compiler
+        self._compiling = executor or ThreadPoolExecutor(NUM_THREADS, "holdfast-grammar")
+        self._masking = executor or ThreadPoolExecutor(1, "holdfast-mask")
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._matchers: dict[str, LLMatcher] = {}
+
+    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """The compiled grammar, from the cache if it is there. The future may raise InvalidRequest."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._compiling.submit(self._compiler.compile, grammar)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return future
+
+    def begin(self, turn: Turn, compiled: LLMatcher) -> None:
+        """Follow a turn. After a failover it has output already. Raises InvalidRequest, as ``push`` does."""
+        matcher = self._matchers[turn.turn_id] = compiled.deep_copy()
+        for token in turn.tokens[turn.prompt_len :]:
+            _consume(matcher, token, turn)
+
+    def push(self, turn: Turn) -> None:
+        """The turn's last token is new. Raises InvalidRequest if the grammar became too complex to follow."""
+        matcher = self._matchers.get(turn.turn_id)
+        if matcher is not None:
+            _consume(matcher, turn.tokens[-1], turn)
+
+    def complete(self, turn: Turn) -> bool:
+        """Whether the turn has a grammar, and nothing but the end token can follow its output."""
+        matcher = self._matchers.get(turn.turn_id)
+        return matcher is not None and matcher.is_stopped()
+
+    def forget(self, turn: Turn) -> None:
+        """The turn has ended."""
+        self._matchers.pop(turn.turn_id, None)
+
+    def masks(self, turns: Sequence[Turn]) -> Future[dict[str, bytes]] | None:
+        """By id of each turn that has a grammar: its allowed tokens, a bit each. Computed beside the forward pass."""
+        wanted = [(t.turn_id, self._matchers[t.turn_id]) for t in turns if t.turn_id in self._matchers]
+        if not wanted:
+            return None
+        return self._masking.submit(lambda: {turn_id: matcher.compute_bitmask() for turn_id, matcher in wanted})
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._masking.shutdown(wait=False, cancel_futures=True)
+
+
+def _consume(matcher: LLMatcher, token: int, turn: Turn) -> None:
+    if matcher.is_stopped() and not matcher.is_error():
+        return  # the end token
+    if not matcher.consume_token(token):
+        param = turn.params.grammar.param if turn.params.grammar is not None else None
+        raise InvalidRequest(f"{param}: the grammar cannot be followed further: {matcher.get_error()}", param)
