@@ -34,6 +34,11 @@ class Config(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
     )
+    tool_call_parser: str | None = Field(None, description="how the model writes calls; default: by its chat template")
+    reasoning_parser: str | None = Field(
+        None, description="how the model writes reasoning; default: by its chat template"
+    )
+    grammar_timeout_s: float = Field(10.0, gt=0, description="deadline to compile a request's schema or grammar")
     host: str = Field("127.0.0.1", description="address the router listens on")
     port: int = Field(8000, ge=0, le=MAX_PORT, description="HTTP port; 0: any")
     grpc_port: int = Field(50051, ge=0, le=MAX_PORT, description="gRPC port; 0: any")
@@ -130,6 +135,7 @@ class Config(BaseModel):
             swa_full_tokens_ratio=self.swa_full_tokens_ratio,
             resume_points=self.resume_points,
             expert_parallel=self.ep,
+            grammar_timeout_s=self.grammar_timeout_s,
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             max_queued_requests=self.max_queued_requests,
@@ -144,6 +150,8 @@ class Config(BaseModel):
         return RouterConfig(
             model=self.model.resolve(),
             served_model_name=self.served_model_name or self.model.resolve().name,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
             host=self.host,
             port=self.port and self.port + index,
             grpc_port=self.grpc_port and self.grpc_port + index,

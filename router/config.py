@@ -17,6 +17,10 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 50051
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools. None: as its chat template shows."""
+    reasoning_parser: str | None = None
+    """How the model writes reasoning. None: as its chat template shows."""
     api_keys: tuple[str, ...] = ()
     """Each key is a tenant. Empty: no authentication, one tenant."""
     journal_path: Path = Path("holdfast.db")

@@ -7,6 +7,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.migration import Migrator
 from router.fleet.placement import Placement
 from router.fleet.sweeper import Sweeper
+from router.formats.style import AnswerStyle
 from router.inputs import InputEncoder
 from router.journal.interface import Journal
 from router.metrics import Metrics
@@ -31,6 +32,7 @@ class RouterCore:
         self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
         self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
         self.inputs = InputEncoder(codec, self.fleet)
+        self.style = AnswerStyle(config.tool_call_parser, config.reasoning_parser, codec.chat_template)
         dispatch = Dispatch(config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, metrics)
         relay = Relay(config, self.fleet, journal, codec, self.sessions, dispatch, metrics)
         self.gateway = Gateway(config, self.fleet, journal, codec, self.sessions, self.live, relay, metrics)

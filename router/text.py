@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from holdfast.detokenizer import Detokenizer
 from holdfast.errors import InvalidRequest, UnsupportedModel
+from holdfast.v1 import session_pb2
 
 
 class TextCodec:
@@ -26,7 +28,13 @@ class TextCodec:
         self.vocab_size: int = self._backend.get_vocab_size()
         self.longest_token = max(map(len, self._backend.get_vocab()))
         """The longest token in characters."""
-        self.has_chat_template = bool(self._tokenizer.chat_template)
+        template = self._tokenizer.chat_template
+        self.chat_template: str = template if isinstance(template, str) else "".join((template or {}).values())
+        """All of it, if the checkpoint has several; "" if it has none."""
+        added = self._backend.get_added_tokens_decoder().items()
+        self.special_tokens: dict[str, int] = {token.content: number for number, token in added if token.special}
+        self._special_ids = frozenset(self.special_tokens.values())
+        self._special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text``; with ``special``, including the tokens that start an input (BOS)."""
@@ -38,19 +46,46 @@ class TextCodec:
         text: str = self._backend.decode(list(tokens), skip_special_tokens=not special)
         return text
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation in the model's chat template, up to the assistant's answer. Raises InvalidRequest."""
-        if not self.has_chat_template:
+    def without_special(self, text: str) -> str:
+        """``text`` without the texts of special tokens."""
+        return self._special.sub("", text)
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        *,
+        continues: bool = False,
+    ) -> str:
+        """The conversation in the model's chat template, up to the assistant's answer.
+
+        ``continues``: the last message is the beginning of that answer. ``variables``: of the template.
+        Raises InvalidRequest.
+        """
+        if not self.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **(variables or {}),
+            )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidRequest(f"messages: the model's chat template rejects them: {error}") from None
+            raise InvalidRequest(f"messages: the model's chat template rejects them: {error}", "messages") from None
         return text
 
-    def stream(self, stops: Sequence[str] = (), min_tokens: int = 0) -> OutputText:
+    def stop_token(self, output: Sequence[int], sampling: session_pb2.Sampling) -> int | None:
+        """The token that ended an output which ended with ``stop``; None if a stop string did."""
+        last = output[-1] if output else None
+        return last if last in sampling.stop_token_ids or last in self._special_ids else None
+
+    def stream(self, sampling: session_pb2.Sampling) -> OutputText:
         """A new turn's output text."""
-        return OutputText(self._backend, stops, min_tokens)
+        return OutputText(self._backend, sampling)
 
     def continue_session(
         self, known: array[int], known_text: str, text: str, *, special: bool
@@ -79,16 +114,19 @@ class OutputText:
     Stop strings are not matched in the first ``min_tokens``, as on the worker.
     """
 
-    def __init__(self, backend: Any, stops: Sequence[str], min_tokens: int) -> None:
-        self._detokenizer = Detokenizer(backend)
-        self._stops = tuple(stops)
-        self._num_free = min_tokens
+    def __init__(self, backend: Any, sampling: session_pb2.Sampling) -> None:
+        self._detokenizer = Detokenizer(backend, special=sampling.show_special_tokens)
+        self._stops = tuple(sampling.stop)
+        self._num_free = sampling.min_tokens
+        self._includes_stop = sampling.include_stop
         self._held = ""
         self.text = ""
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that can be shown after these tokens."""
+    def push(self, tokens: Sequence[int], ended_by: int | str | None = None) -> str:
+        """The text that can be shown after these tokens. ``ended_by``: the stop token, if the last of them is one."""
         shown = ""
+        if isinstance(ended_by, int) and not self._includes_stop:
+            tokens = tokens[:-1]
         for token in tokens:
             self._held += self._detokenizer.push(token)
             if self._num_free:
@@ -106,6 +144,8 @@ class OutputText:
     def finish(self, matched: str | None) -> str:
         """The rest of the text, up to the stop string that ended the turn, if one did."""
         end = self._held.find(matched) if matched else -1
+        if end >= 0 and matched and self._includes_stop:
+            end += len(matched)
         shown = self._show(self._held if end < 0 else self._held[:end])
         self._held = ""
         return shown

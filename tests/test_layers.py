@@ -30,7 +30,8 @@ LAYERS = {
     "router/journal": {"router/journal"},
     "router/fleet": {"router/fleet", "router/journal"},
     "router/turns": {"router/turns", "router/fleet", "router/journal"},
-    "router/faces": {"router/faces", "router/turns", "router/fleet", "router/journal"},
+    "router/formats": {"router/formats"},
+    "router/faces": {"router/faces", "router/formats", "router/turns", "router/fleet", "router/journal"},
     "cluster/ray_backend": {"cluster/ray_backend"},
     "cluster/chaos": {"cluster/chaos"},
 }

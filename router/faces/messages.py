@@ -8,9 +8,23 @@ from typing import Any
 from holdfast.errors import InvalidRequest
 
 
-def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them. Raises InvalidRequest."""
-    return [_as_text(message) for message in messages]
+def template_messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages as the chat template takes them. Raises InvalidRequest."""
+    knows_developer = "developer" in template
+    return [_as_text(_of_today(message, knows_developer=knows_developer)) for message in messages]
+
+
+def _of_today(message: dict[str, Any], *, knows_developer: bool) -> dict[str, Any]:
+    """The message with roles and fields that templates know: ``functions`` came before ``tools``."""
+    role, call = message.get("role"), message.get("function_call")
+    if role == "developer" and not knows_developer:
+        return message | {"role": "system"}
+    if role == "function":
+        return message | {"role": "tool"}
+    if role == "assistant" and isinstance(call, dict) and not message.get("tool_calls"):
+        rest = {key: value for key, value in message.items() if key != "function_call"}
+        return rest | {"tool_calls": [{"type": "function", "function": call}]}
+    return message
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:

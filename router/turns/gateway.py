@@ -168,12 +168,23 @@ class Gateway:
     def _rest_of(self, turn: LiveTurn, start: int, finish: str) -> TurnChunk:
         """The output of an ended turn from token ``start`` on."""
         sampling = turn.request.sampling
-        output = self._codec.stream(sampling.stop, sampling.min_tokens)
+        output = self._codec.stream(sampling)
         tokens = turn.tokens[turn.prompt_len :]
-        output.push(tokens[:start])
-        text = output.push(tokens[start:])
-        text += output.finish(output.stopped_by if finish == "stop" else None)
-        return TurnChunk(turn.prompt_len, index=start, tokens=list(tokens[start:]), text=text, finish_reason=finish)
+        before = output.push(tokens[:start])
+        matched: int | str | None = self._codec.stop_token(tokens, sampling) if finish == "stop" else None
+        text = output.push(tokens[start:], matched)
+        if finish == "stop" and matched is None:
+            matched = output.stopped_by
+        text += output.finish(matched if isinstance(matched, str) else None)
+        return TurnChunk(
+            turn.prompt_len,
+            index=start,
+            tokens=list(tokens[start:]),
+            text=text,
+            text_before=before,
+            finish_reason=finish,
+            matched=matched,
+        )
 
 
 def _hang_up(turn: LiveTurn, task: asyncio.Task[Any] | None) -> None:

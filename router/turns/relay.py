@@ -48,7 +48,7 @@ class Relay:
         ``resume_from``: the turn was begun by another router; first shows the journal's output from there.
         """
         sampling, started = turn.request.sampling, time.monotonic()
-        output = self._codec.stream(sampling.stop, sampling.min_tokens)
+        output = self._codec.stream(sampling)
         if resume_from is None:
             await self._begin(turn)
         else:
@@ -71,7 +71,7 @@ class Relay:
                 # The session was released under the turn.
                 turn.abort_requested = True
                 continue
-            chunk.text = output.push(chunk.tokens)
+            chunk.text = output.push(chunk.tokens, chunk.matched)
             if chunk.finish_reason:
                 chunk.text += output.finish(chunk.matched if isinstance(chunk.matched, str) else None)
                 self._metrics.turns.labels(chunk.finish_reason).inc()
@@ -179,6 +179,6 @@ class Relay:
 def _known_output(turn: LiveTurn, output: OutputText, start: int) -> TurnChunk:
     """The output of a resumed turn so far, from token ``start`` on."""
     known = turn.tokens[turn.prompt_len :]
-    output.push(known[:start])
+    before = output.push(known[:start])
     text = output.push(known[start:])
-    return TurnChunk(turn.prompt_len, index=start, tokens=list(known[start:]), text=text)
+    return TurnChunk(turn.prompt_len, index=start, tokens=list(known[start:]), text=text, text_before=before)

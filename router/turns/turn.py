@@ -46,6 +46,8 @@ class TurnChunk:
     """Position of ``tokens[0]`` in the turn's output."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    text_before: str = ""
+    """Of a resumed turn's first chunk: the output's text before it."""
     logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
     input_logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""

@@ -289,10 +289,10 @@ async def test_a_turn_that_kills_its_workers_fails_before_it_has_killed_all(tmp_
         server, loop = cluster.workers[worker], asyncio.get_running_loop()
         apply = server._leader.rank.apply
 
-        def failing(step, batch):
+        def failing(step, batch, masks=None):
             if any(work.turn.params.max_tokens == poison for work in step.work):
                 raise ArithmeticError("nobody thought of this")
-            return apply(step, batch)
+            return apply(step, batch, masks)
 
         def end(reason: str) -> None:
             assert "nobody thought of this" in reason

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from holdfast.detokenizer import Detokenizer
 from holdfast.errors import InvalidRequest
+from holdfast.v1 import session_pb2
 from router.text import TextCodec
 from tests.harness import model_copy
 from workers.config import BUNDLED_MODEL
@@ -60,7 +61,7 @@ def test_nothing_of_a_stop_string_is_shown(text: str, stops: list[str], min_toke
     detokenizer = Detokenizer(CODEC._backend)
     free = "".join(map(detokenizer.push, tokens[:min_tokens]))
     rest = text[len(free) :]
-    stream, shown = CODEC.stream(stops, min_tokens), ""
+    stream, shown = CODEC.stream(session_pb2.Sampling(stop=stops, min_tokens=min_tokens)), ""
     for token in tokens:
         shown += stream.push([token])
         assert not any(stop in shown[len(free) :] for stop in stops), "a stop string was shown"

@@ -54,8 +54,13 @@ async def died_or_silent(world: World, processes: list[Process], probed: Process
 class _Codec:
     """Tokens are their own text."""
 
-    def stream(self, stops: Any, min_tokens: int) -> Any:
-        return SimpleNamespace(push=lambda tokens: "", finish=lambda matched: "")
+    chat_template = ""
+
+    def stream(self, sampling: Any) -> Any:
+        return SimpleNamespace(push=lambda tokens, ended_by=None: "", finish=lambda matched: "", stopped_by=None)
+
+    def stop_token(self, output: Any, sampling: Any) -> None:
+        return None
 
     def decode(self, tokens: Any) -> str:
         return ""

@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, InvalidRequest, UnsupportedParameter
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.http import error_response, event_stream, until_disconnect
-from router.faces.openai.generation import AnswerFormat, GenerationBody, check_model, sse_event, usage_of
+from router.faces.openai.generation import AnswerFormat, Choice, GenerationBody, check_model, sse_event, usage_of
 from router.faces.several import MAX_TURNS, collect_all, first_of, side_by_side
 from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
@@ -55,13 +55,18 @@ async def generate_choices(
         if isinstance(first, Response):
             return first
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return event_stream(_events(answer, head, first, chunks, body.n, usage))
+        choices = [answer.new_choice(request.turn_id) for request in requests]
+        return event_stream(_events(answer, head, first, chunks, choices, body.n, usage))
     results = await until_disconnect(http, collect_all(core, requests))
     if isinstance(results, Response):
         return results
-    choices = [answer.choice(total, text) | {"index": i} for i, (total, text) in enumerate(results)]
-    usage_out = _usage([total for total, _ in results], [len(total.tokens) for total, _ in results], body.n)
-    return head | {"object": answer.object_name, "choices": choices, "usage": usage_out}
+    choices = [answer.new_choice(request.turn_id) for request in requests]
+    bodies = [
+        choice.whole(total, text) | {"index": i}
+        for i, (choice, (total, text)) in enumerate(zip(choices, results, strict=True))
+    ]
+    usage_out = _usage([total for total, _ in results], [len(total.tokens) for total, _ in results], choices, body.n)
+    return head | {"object": answer.object_name, "choices": bodies, "usage": usage_out}
 
 
 def _with_seed(sampling: session_pb2.Sampling, choice: int) -> session_pb2.Sampling:
@@ -77,6 +82,7 @@ async def _events(
     head: dict[str, Any],
     first: tuple[int, TurnChunk],
     chunks: AsyncGenerator[tuple[int, TurnChunk], None],
+    choices: Sequence[Choice],
     n: int,
     include_usage: bool,
 ) -> AsyncIterator[bytes]:
@@ -87,7 +93,7 @@ async def _events(
     try:
         while True:
             choice, chunk = item
-            body = answer.delta(chunk, first=choice not in seen) | {"index": choice}
+            body = choices[choice].delta(chunk, first=choice not in seen) | {"index": choice}
             seen[choice], num_tokens[choice] = chunk, num_tokens.get(choice, 0) + len(chunk.tokens)
             yield sse_event(head | {"choices": [body]})
             try:
@@ -96,7 +102,7 @@ async def _events(
                 break
         if include_usage:
             last, counts = [seen[i] for i in sorted(seen)], [num_tokens[i] for i in sorted(seen)]
-            yield sse_event(head | {"choices": [], "usage": _usage(last, counts, n)})
+            yield sse_event(head | {"choices": [], "usage": _usage(last, counts, choices, n)})
         yield b"data: [DONE]\n\n"
     except HoldfastError as error:
         yield b"data: " + bytes(error_response(error).body) + b"\n\n"
@@ -104,7 +110,7 @@ async def _events(
         await chunks.aclose()
 
 
-def _usage(turns: Sequence[TurnChunk], num_tokens: Sequence[int], n: int) -> dict[str, Any]:
+def _usage(turns: Sequence[TurnChunk], num_tokens: Sequence[int], choices: Sequence[Choice], n: int) -> dict[str, Any]:
     """Each prompt counts once, whatever its number of choices; its first choice says how much was cached."""
     prompts = [usage_of(chunk, 0) for chunk in turns[::n]]
     total = sum(usage["prompt_tokens"] for usage in prompts)

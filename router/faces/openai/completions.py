@@ -93,7 +93,12 @@ class _CompletionAnswer:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
 
-    def choice(self, total: TurnChunk, text: str) -> dict[str, Any]:
+    reasoning_tokens = 0
+
+    def new_choice(self, turn_id: str) -> _CompletionAnswer:
+        return self
+
+    def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
         return {"index": 0, "finish_reason": total.finish_reason, "text": text, "logprobs": self._logprobs(total)}
 
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import Count, Int32, Int64, Name, refuse_unsupported
+from router.faces.fields import Count, Int32, Int64, Name
 from router.faces.grammars import GrammarFields
 from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
 from router.faces.sampling import SamplingFields
@@ -23,6 +23,7 @@ from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationBody(SamplingFields, GrammarFields):
@@ -36,13 +37,9 @@ class GenerationBody(SamplingFields, GrammarFields):
     seed: Int64 | None = None
     min_tokens: Int32 = Field(0, ge=0)
     prompt_cache_key: Name = ""
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> GenerationBody:
-        refuse_unsupported({"tools": bool(self.tools), "functions": bool(self.functions)})
-        return self
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
         return self.sampling_message(
@@ -50,8 +47,24 @@ class GenerationBody(SamplingFields, GrammarFields):
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             logprobs=num_logprobs,
+            show_special_tokens=not self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output or self.no_stop_trim,
             grammar=self.grammar(),
         )
+
+
+class Choice(Protocol):
+    """One choice of an answer, while it grows."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the output so far."""
+
+    def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+
+    def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
+        """The choice of one event of a stream."""
 
 
 class AnswerFormat(Protocol):
@@ -61,11 +74,8 @@ class AnswerFormat(Protocol):
     object_name: str
     chunk_object_name: str
 
-    def choice(self, total: TurnChunk, text: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
-
-    def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
-        """The choice of one event of a stream."""
+    def new_choice(self, turn_id: str) -> Choice:
+        """One choice of an answer."""
 
 
 def check_model(core: RouterCore, name: str) -> None:
@@ -105,14 +115,16 @@ async def generate(
         first = await until_disconnect(http, first_chunk(stream))
         if isinstance(first, Response):
             return first
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return event_stream(_events(answer, head, request.turn_id, first, stream, usage))
+        return event_stream(
+            _events(answer, head, request.turn_id, first, stream, body.stream_options or StreamOptions())
+        )
     result = await until_disconnect(http, collect(stream))
     if isinstance(result, Response):
         return result
     total, text = result
-    body_out = {"object": answer.object_name, "choices": [answer.choice(total, text)]}
-    return head | body_out | {"usage": usage_of(total, len(total.tokens))}
+    choice = answer.new_choice(request.turn_id)
+    body_out = {"object": answer.object_name, "choices": [choice.whole(total, text)]}
+    return head | body_out | {"usage": usage_of(total, len(total.tokens), choice.reasoning_tokens)}
 
 
 def _last_event(http: Request) -> tuple[str, int]:
@@ -123,13 +135,14 @@ def _last_event(http: Request) -> tuple[str, int]:
     return turn_id, int(start or 0)
 
 
-def usage_of(chunk: TurnChunk, completion_tokens: int) -> dict[str, Any]:
+def usage_of(chunk: TurnChunk, completion_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's usage, including how much of the prompt was in the KV cache."""
     return {
         "prompt_tokens": chunk.prompt_len,
         "completion_tokens": completion_tokens,
         "total_tokens": chunk.prompt_len + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": chunk.cached_len},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -139,21 +152,23 @@ async def _events(
     turn_id: str,
     first: TurnChunk,
     stream: AsyncGenerator[TurnChunk, None],
-    include_usage: bool,
+    options: StreamOptions,
 ) -> AsyncIterator[bytes]:
     head = head | {"object": answer.chunk_object_name}
-    num_tokens, chunk = 0, first
+    num_tokens, chunk, choice = 0, first, answer.new_choice(turn_id)
     try:
         while True:
             num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
-            body = head | {"choices": [answer.delta(chunk, first=chunk is first)]}
-            event = sse_event(body | ({"usage": None} if include_usage else {}))
-            yield f"id: {turn_id}:{num_tokens}\n".encode() + event
+            body = head | {"choices": [choice.delta(chunk, first=chunk is first)]}
+            if options.include_usage:
+                body["usage"] = usage_of(chunk, num_tokens) if options.continuous_usage_stats else None
+            yield f"id: {turn_id}:{num_tokens}\n".encode() + sse_event(body)
             if chunk.finish_reason:
                 break
             chunk = await anext(stream)
-        if include_usage:
-            yield sse_event(head | {"choices": [], "usage": usage_of(chunk, num_tokens)})
+        if options.include_usage:
+            usage = usage_of(chunk, num_tokens, choice.reasoning_tokens)
+            yield sse_event(head | {"choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
     except HoldfastError as error:
         yield b"data: " + bytes(error_response(error).body) + b"\n\n"

@@ -213,8 +213,9 @@ class ResponseTurns:
 
     def _text(self, response: StoredResponse, last: TurnChunk) -> str:
         sampling = session_pb2.Sampling.FromString(response.sampling)
-        output = self._core.codec.stream(sampling.stop)
-        return output.push(response.output) + output.finish(last.matched if isinstance(last.matched, str) else None)
+        output = self._core.codec.stream(sampling)
+        text = output.push(response.output, last.matched)
+        return text + output.finish(last.matched if isinstance(last.matched, str) else None)
 
     def _remember(self, response: StoredResponse, tenant: str) -> None:
         """Cache the history up to the response, so that the next one need not read it."""
@@ -287,11 +288,11 @@ class ResponseTurns:
     async def _shown_from(
         self, response: StoredResponse, chunks: AsyncIterator[TurnChunk], start: int
     ) -> AsyncIterator[TurnChunk]:
-        output = self._core.codec.stream(session_pb2.Sampling.FromString(response.sampling).stop)
+        output = self._core.codec.stream(session_pb2.Sampling.FromString(response.sampling))
         async for chunk in chunks:
             seen = max(0, min(len(chunk.tokens), start - chunk.index))
             output.push(chunk.tokens[:seen])
-            text, matched = output.push(chunk.tokens[seen:]), chunk.matched
+            text, matched = output.push(chunk.tokens[seen:], chunk.matched), chunk.matched
             if chunk.finish_reason:
                 text += output.finish(matched if isinstance(matched, str) else None)
             if seen < len(chunk.tokens) or chunk.finish_reason:
@@ -310,7 +311,7 @@ class ResponseTurns:
             raise
 
     def _ended(self, response: StoredResponse, start: int) -> TurnChunk:
-        output = self._core.codec.stream()
+        output = self._core.codec.stream(session_pb2.Sampling.FromString(response.sampling))
         output.push(response.output[:start])
         shown = output.text
         usage = response.usage or {}

@@ -1,0 +1,116 @@
+"""Chat's answers: text, reasoning, calls and logprobs, whole or in a stream."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from holdfast.v1 import session_pb2
+from router.formats.deltas import CallDelta, Delta, Parser
+from router.text import TextCodec
+from router.turns.turn import TurnChunk
+
+
+class ChatAnswer:
+    """Chat's ``AnswerFormat``. ``new_parser`` makes the parser of one choice; None: all of it is text."""
+
+    id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, codec: TextCodec, new_parser: Any = None, *, legacy: bool = False, short_ids: bool = False
+    ) -> None:
+        self._codec, self._new_parser = codec, new_parser
+        self._legacy, self._short_ids = legacy, short_ids
+
+    def new_choice(self, turn_id: str) -> ChatChoice:
+        """One choice of an answer."""
+        parser = self._new_parser() if self._new_parser is not None else None
+        return ChatChoice(self._codec, parser, turn_id, legacy=self._legacy, short_ids=self._short_ids)
+
+
+class ChatChoice:
+    """One choice, while it grows."""
+
+    def __init__(self, codec: TextCodec, parser: Parser | None, turn_id: str, *, legacy: bool, short_ids: bool) -> None:
+        self._codec, self._parser, self._turn_id = codec, parser, turn_id
+        self._legacy, self._short_ids = legacy, short_ids
+        self._has_calls = False
+        self._reasoning = ""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the output so far."""
+        return len(self._codec.encode(self._reasoning, special=False)) if self._reasoning else 0
+
+    def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
+        delta = self._parse(text, ended=True)
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text or None, "refusal": None}
+        if not delta.calls:
+            message["content"] = delta.text
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            message |= self._calls(delta.calls, whole=True)
+        return {"index": 0, "message": message, "logprobs": self._logprobs(total)} | self._finish(total)
+
+    def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
+        if chunk.text_before:
+            self._parse(chunk.text_before, ended=False)  # shown by the router that began the turn
+        new = self._parse(chunk.text, ended=bool(chunk.finish_reason))
+        body: dict[str, Any] = {"role": "assistant"} if first else {}
+        if new.reasoning:
+            body["reasoning_content"] = new.reasoning
+        if new.calls:
+            body |= self._calls(new.calls, whole=False)
+        if new.text or not (new.reasoning or new.calls):
+            body["content"] = new.text
+        return {"index": 0, "delta": body, "logprobs": self._logprobs(chunk)} | self._finish(chunk)
+
+    def _parse(self, text: str, *, ended: bool) -> Delta:
+        if self._parser is None:
+            return Delta(text)
+        delta = self._parser.push(text)
+        if ended:
+            delta.add(self._parser.finish())
+        delta.text = self._codec.without_special(delta.text)
+        self._reasoning += delta.reasoning
+        self._has_calls |= bool(delta.calls)
+        return delta
+
+    def _calls(self, calls: list[CallDelta], *, whole: bool) -> dict[str, Any]:
+        if self._legacy:
+            call = calls[0]
+            name = {"name": call.name} if call.name else {}
+            return {"function_call": name | {"arguments": call.arguments}}
+        return {"tool_calls": [self._call(call, whole=whole) for call in calls]}
+
+    def _call(self, call: CallDelta, *, whole: bool) -> dict[str, Any]:
+        name = {"name": call.name} if call.name else {}
+        body: dict[str, Any] = {} if whole else {"index": call.index}
+        if call.name:
+            body |= {"id": call_id(self._turn_id, call.index, short=self._short_ids), "type": "function"}
+        return body | {"function": name | {"arguments": call.arguments}}
+
+    def _finish(self, chunk: TurnChunk) -> dict[str, Any]:
+        reason = chunk.finish_reason or None
+        if reason == "stop" and self._has_calls:
+            reason = "function_call" if self._legacy else "tool_calls"
+        return {"finish_reason": reason, "matched_stop": chunk.matched} if reason else {"finish_reason": None}
+
+    def _logprobs(self, chunk: TurnChunk) -> dict[str, Any] | None:
+        if not chunk.logprobs:
+            return None
+        return {"content": [self._logprob(item) for item in chunk.logprobs], "refusal": None}
+
+    def _logprob(self, item: session_pb2.TokenLogprob) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self._codec.decode([token])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return entry(item.token, item.logprob) | {"top_logprobs": [entry(t.token, t.logprob) for t in item.top]}
+
+
+def call_id(turn_id: str, index: int, *, short: bool) -> str:
+    """The id of a turn's call: the same when another router resumes the stream."""
+    digest = hashlib.blake2b(f"{turn_id}/{index}".encode(), digest_size=12).hexdigest()
+    return digest[:9] if short else f"call_{digest}"

@@ -1,0 +1,1 @@
+"""How model families write reasoning and tool calls, and the parsers that read them while an output streams."""

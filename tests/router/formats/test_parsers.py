@@ -1,0 +1,190 @@
+"""Every format, in pieces of every size: the same reasoning, text and calls, and nothing shown twice or lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ConfigError
+from router.formats.deltas import Delta
+from router.formats.families import CALLS, REASONING, call_tag, detect_calls, detect_reasoning
+from router.formats.style import AnswerStyle, Function
+from tests.workers.grammar.test_compiler import compiled, random_text
+
+PARIS, NOW = {"city": 'Paris, "FR"', "days": [1, 2]}, {"zone": "UTC"}
+PARIS_JSON, NOW_JSON = json.dumps(PARIS), json.dumps(NOW)
+DEEPSEEK = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>")
+DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+SAID = "Let me see.\n"
+
+OUTPUTS: dict[str, str] = {
+    "hermes": f'{SAID}<tool_call>\n{{"name": "weather", "arguments": {PARIS_JSON}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"arguments": {NOW_JSON}, "name": "now"}}\n</tool_call>',
+    "mistral": f'{SAID}[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS_JSON}}}, '
+    f'{{"name": "now", "arguments": {NOW_JSON}}}]',
+    "mistral_v11": f"{SAID}[TOOL_CALLS]weather[ARGS]{PARIS_JSON}[TOOL_CALLS]now[ARGS]{NOW_JSON}",
+    "deepseekv3": f"{SAID}{DEEPSEEK[0]}function<｜tool▁sep｜>weather\n```json\n{PARIS_JSON}\n```"
+    f"{DEEPSEEK[1]}function<｜tool▁sep｜>now\n```json\n{NOW_JSON}\n```{DEEPSEEK_END}",
+    "deepseekv31": f"{SAID}{DEEPSEEK[0]}weather<｜tool▁sep｜>{PARIS_JSON}"
+    f"{DEEPSEEK[1]}now<｜tool▁sep｜>{NOW_JSON}{DEEPSEEK_END}",
+    "gpt-oss": f"<|channel|>final<|message|>{SAID}<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS_JSON}<|call|>"
+    f"<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{NOW_JSON}",
+    "llama3": f'{SAID}<|python_tag|>{{"name": "weather", "parameters": {PARIS_JSON}}}; '
+    f'{{"name": "now", "parameters": {NOW_JSON}}}',
+    "glm45": f'{SAID}<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris, "FR"</arg_value>\n'
+    "<arg_key>days</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>\n"
+    "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>UTC</arg_value>\n</tool_call>",
+    "gemma": f"{SAID}<start_function_call>call:weather"
+    '{city:<escape>Paris, "FR"<escape>,days:[1, 2]}<end_function_call>'
+    "<start_function_call>call:now{zone:<escape>UTC<escape>}<end_function_call>",
+    "pythonic": "[weather(city='Paris, \"FR\"', days=[1, 2]), now(zone='UTC')]",
+}
+PLAIN = ("Plain, with [brackets], {braces} and <tags>.", '{"city": "Paris"}', "[1, 2, 3]", "", " ", "<tool", "[TOOL")
+
+
+def parse(parser: Any, text: str, size: int) -> tuple[Delta, list[Delta]]:
+    """The whole, and its pieces, for a text that comes ``size`` characters at a time."""
+    pieces = [parser.push(text[i : i + size]) for i in range(0, len(text), size)] + [parser.finish()]
+    whole = Delta()
+    for piece in pieces:
+        whole.add(Delta(piece.text, piece.reasoning, [type(c)(c.index, c.name, c.arguments) for c in piece.calls]))
+    return whole, pieces
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_calls(name: str, size: int) -> None:
+    whole, _ = parse(CALLS[name].parser(), OUTPUTS[name], size)
+    assert [(call.index, call.name, json.loads(call.arguments)) for call in whole.calls] == [
+        (0, "weather", PARIS),
+        (1, "now", NOW),
+    ]
+    assert whole.text.strip() == ("" if name == "pythonic" else "Let me see.")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_is_no_call_is_text(name: str, text: str, size: int) -> None:
+    if name == "gpt-oss" and text:
+        text = f"<|channel|>final<|message|>{text}"
+    whole, _ = parse(CALLS[name].parser(), text, size)
+    assert not whole.calls and whole.text == text.removeprefix("<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_v11", "deepseekv31", "deepseekv3", "llama3", "gpt-oss"])
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    _, pieces = parse(CALLS[name].parser(), OUTPUTS[name], 1)
+    first = [call.arguments for piece in pieces for call in piece.calls if call.index == 0]
+    assert len(first) > 20 and "".join(first) == json.dumps(PARIS)
+    assert [call.name for piece in pieces for call in piece.calls if call.name] == ["weather", "now"]
+
+
+@pytest.mark.parametrize("cut", range(1, 130, 9))
+def test_a_call_that_is_cut_by_length_is_not_invented(cut: int) -> None:
+    whole, _ = parse(CALLS["hermes"].parser(), OUTPUTS["hermes"][:cut], 3)
+    assert SAID.startswith(whole.text[: len(SAID)])
+    assert all(PARIS_JSON.startswith(call.arguments) and call.name == "weather" for call in whole.calls)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10_000])
+@pytest.mark.parametrize(
+    ("calls", "reasoning", "prompt", "text", "expected"),
+    [
+        ("none", "qwen3", "", "<think>\nHm. </think>\n\nYes <b>", ("Hm. ", "Yes <b>")),
+        ("none", "qwen3", "", "No thought.", ("", "No thought.")),
+        ("none", "qwen3", "...<think>\n", "Hm.</think>Yes", ("Hm.", "Yes")),
+        ("none", "deepseek-r1", "", "Hm.</think>Yes", ("Hm.", "Yes")),
+        ("none", "deepseek-r1", "", "Hm, cut", ("Hm, cut", "")),
+        ("none", "mistral", "", "[THINK]Hm.[/THINK]Yes", ("Hm.", "Yes")),
+        (
+            "gpt-oss",
+            "gpt-oss",
+            "",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+            ("Hm.", "Yes"),
+        ),
+    ],
+)
+def test_reasoning(calls: str, reasoning: str, prompt: str, text: str, expected: tuple[str, str], size: int) -> None:
+    style = AnswerStyle(calls, reasoning, "")
+    whole, _ = parse(style.parser(prompt, calls=False, reasoning=True), text, size)
+    assert (whole.reasoning, whole.text) == expected
+
+
+def test_calls_after_reasoning() -> None:
+    style = AnswerStyle("hermes", "qwen3", "")
+    whole, _ = parse(style.parser("", calls=True, reasoning=True), f"<think>Hm.</think>\n\n{OUTPUTS['hermes']}", 4)
+    assert whole.reasoning == "Hm." and whole.text.strip() == "Let me see." and len(whole.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{{'<tool_call>\\n' + tool_call}}", "hermes", ""),
+        ("{{'<tool_call>'}}<arg_key>{{'</think>'}}", "glm45", "qwen3"),
+        ("[TOOL_CALLS] [", "mistral", ""),
+        ("[TOOL_CALLS]{{name}}[ARGS]", "mistral_v11", ""),
+        ("<|start|>assistant<|channel|>analysis", "gpt-oss", "gpt-oss"),
+        ("{{- '<|python_tag|>' }}", "llama3", ""),
+        ("<start_function_call>", "gemma", ""),
+        ("{% for message in messages %}{% endfor %}", "", ""),
+    ],
+)
+def test_formats_are_found_in_templates(template: str, calls: str, reasoning: str) -> None:
+    assert (detect_calls(template), detect_reasoning(template)) == (calls, reasoning)
+
+
+def test_unknown_names_are_refused() -> None:
+    for given in (("x", None), (None, "x")):
+        with pytest.raises(ConfigError, match="'x' is unknown"):
+            AnswerStyle(*given, "")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [Function("weather", SCHEMA, False), Function("now.utc", None, False)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("reasoning", ["none", "qwen3", "deepseek-r1"])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_required_calls_are_always_read(name: str, reasoning: str, parallel: bool, seed: int) -> None:
+    """Whatever tokens a model prefers, the grammar makes calls that the parser reads, of the schema."""
+    if name == "gpt-oss" and reasoning != "none":
+        pytest.skip("it has its own reasoning")
+    style = AnswerStyle(name, reasoning, "")
+    functions = FUNCTIONS[:1] if seed else FUNCTIONS
+    grammar = style.calls_grammar(functions, "", required=True, parallel=parallel)
+    assert grammar is not None
+    text = None
+    for attempt in range(20):
+        text = text or random_text(
+            compiled("structural_tag", grammar.structural_tag), random.Random(seed + 7 * attempt)
+        )
+    if text is None:
+        pytest.skip("no attempt ended")
+    whole, _ = parse(style.parser("", calls=True, reasoning=reasoning != "none"), text, 3)
+    assert whole.calls and not whole.text.strip(), text
+    assert parallel or len(whole.calls) == 1
+    for call in whole.calls:
+        arguments = json.loads(call.arguments)
+        assert call.name in ("weather", "now.utc")
+        if call.name == "weather" and CALLS[name].arguments is None:
+            assert arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
+        elif call.name == "weather":
+            assert set(arguments) == {"city", "days"}
+
+
+def test_a_tag_names_its_function() -> None:
+    assert call_tag(CALLS["hermes"], "f", {})["begin"] == '<tool_call>\n{"name": "f", "arguments": '
+    assert set(REASONING) == {"mistral", "gpt-oss", "deepseek-r1", "qwen3"}
