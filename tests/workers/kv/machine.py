@@ -165,6 +165,8 @@ class Machine(RuleBasedStateMachine):
 
         def is_short(group: int) -> bool:
             pinned = {p for s in self.cache.slots.values() if s.running for p in s.tables[group].pages} - {FREED}
+            # A bulk decode may have made copies before: what they copy from stays until the step is applied.
+            pinned |= {copy.source for copy in self.cache.pending_copies if copy.group == group}
             needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.tables[group].pages) + 1
             return self.cache.groups[group].pool.num_pages - len(pinned) < needed
 
