@@ -35,8 +35,13 @@ def tenant_of(api_keys: tuple[str, ...], authorization: str | None) -> str:
     return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
 
 
+def key_of(request: Request) -> str | None:
+    """The key that a request came with: as OpenAI's clients send it, or as Anthropic's do."""
+    return request.headers.get("authorization") or request.headers.get("x-api-key")
+
+
 def _tenant(request: Request) -> str:
-    return tenant_of(request.app.state.api_keys, request.headers.get("authorization"))
+    return tenant_of(request.app.state.api_keys, key_of(request))
 
 
 Tenant: TypeAlias = Annotated[str, Depends(_tenant)]

@@ -11,8 +11,10 @@ from starlette.responses import JSONResponse
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from router.core import RouterCore
+from router.faces.anthropic.answer import anthropic_error
+from router.faces.anthropic.messages import anthropic_routes
 from router.faces.fields import refuse_invalid_text
-from router.faces.http import LimitedBody, error_response, tenant_of
+from router.faces.http import LimitedBody, error_response, key_of, tenant_of
 from router.faces.openai.chat import chat_routes
 from router.faces.openai.completions import completion_routes
 from router.faces.openai.conversation_routes import conversation_routes
@@ -29,7 +31,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
 
     def authenticate(request: Request) -> None:
         if request.url.path not in OPEN_PATHS:
-            tenant_of(core.config.api_keys, request.headers.get("authorization"))
+            tenant_of(core.config.api_keys, key_of(request))
 
     dependencies = [Depends(authenticate), Depends(refuse_invalid_text)]
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
@@ -38,6 +40,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     conversations = Conversations(core)
     app.include_router(completion_routes(core))
     app.include_router(chat_routes(core))
+    app.include_router(anthropic_routes(core))
     app.include_router(response_routes(core, ResponseTurns(core, conversations)))
     app.include_router(conversation_routes(conversations))
     app.include_router(sglang_routes(core))
@@ -50,13 +53,13 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
 def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HoldfastError)
     async def holdfast_error(request: Request, error: HoldfastError) -> JSONResponse:
-        return error_response(error)
+        return anthropic_error(error) if request.url.path.startswith("/v1/messages") else error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"] if part != "body")
-        return error_response(InvalidRequest(f"{param or 'request'}: {first['msg']}", param or None))
+        return await holdfast_error(request, InvalidRequest(f"{param or 'request'}: {first['msg']}", param or None))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -42,7 +42,6 @@ class ToolFields(OpenAIBody):
     functions: list[FunctionBody] | None = Field(None, max_length=MAX_TOOLS)
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     separate_reasoning: bool = True
-    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None

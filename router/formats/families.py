@@ -49,6 +49,14 @@ class ReasoningFormat:
     begins_inside: bool = False
     """The model does not write ``begin``."""
 
+    def is_closed(self, prompt: str) -> bool:
+        """The rendered conversation has ended the answer's reasoning already: it is turned off."""
+        return bool(self.end) and prompt.rstrip().endswith(self.end)
+
+    def is_open(self, prompt: str) -> bool:
+        """The answer begins inside the reasoning."""
+        return not self.is_closed(prompt) and (self.begins_inside or prompt.rstrip().endswith(self.begin))
+
 
 def _named(separator: str, name: Callable[[str], str]) -> Callable[[Callable[[], int]], NamedCall]:
     return lambda next_index: NamedCall(next_index, separator, name)

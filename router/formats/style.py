@@ -64,8 +64,7 @@ class AnswerStyle:
         form = self._reasoning
         if not reasoning or form is None:
             return answer
-        inside = form.begins_inside or prompt.rstrip().endswith(form.begin)
-        return TaggedReasoning(form.begin, form.end, answer, inside=inside)
+        return TaggedReasoning(form.begin, form.end, answer, inside=form.is_open(prompt))
 
     def calls_grammar(
         self, functions: Sequence[Function], prompt: str, *, required: bool, parallel: bool
@@ -117,8 +116,8 @@ class AnswerStyle:
             end = "<|end|><|start|>assistant"
             thought: Tag = _text_tag("<|channel|>analysis<|message|>", end)
             body = {"type": "sequence", "elements": [{"type": "optional", "content": thought}, body]}
-        elif form is not None and form.begin and required:
-            inside = form.begins_inside or prompt.rstrip().endswith(form.begin)
+        elif form is not None and form.begin and required and not form.is_closed(prompt):
+            inside = form.is_open(prompt)
             thought = _text_tag("" if inside else form.begin, form.end)
             space: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
             thought = {"type": "sequence", "elements": [thought, space]}

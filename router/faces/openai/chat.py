@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
 from holdfast.errors import InvalidRequest
-from holdfast.v1 import session_pb2
 from router.core import RouterCore
+from router.faces.constrain import constrain
 from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader
 from router.faces.http import Tenant
 from router.faces.messages import template_messages
 from router.faces.openai.chat_answer import ChatAnswer
 from router.faces.openai.choices import generate_choices
 from router.faces.openai.generation import GenerationBody, generate
-from router.faces.tools import ToolFields, ToolUse
+from router.faces.tools import ToolFields
 
 
 class ChatBody(GenerationBody, ToolFields):
@@ -26,12 +25,6 @@ class ChatBody(GenerationBody, ToolFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     continue_final_message: bool = False
-    add_generation_prompt: bool = True
-
-    @property
-    def wants_reasoning(self) -> bool:
-        """The answer's reasoning comes apart from its content."""
-        return self.separate_reasoning
 
 
 def chat_routes(core: RouterCore) -> APIRouter:
@@ -51,36 +44,15 @@ def chat_routes(core: RouterCore) -> APIRouter:
         )
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         sampling = body.sampling(body.top_logprobs if body.logprobs else None)
-        answer = _prepare_answer(core, body, use, text, sampling)
+        answer = ChatAnswer(
+            core.codec,
+            constrain(core, use, text, sampling, reasoning=body.separate_reasoning),
+            legacy=body.is_legacy,
+            short_ids=core.style.calls is not None and core.style.calls.short_ids,
+        )
         prepare = core.inputs.of_text(text, special=False)
         if body.n > 1:
             return await generate_choices(core, http, tenant, body, answer, [prepare], sampling, x_session_id)
         return await generate(core, http, tenant, body, answer, prepare, sampling, x_session_id)
 
     return routes
-
-
-def _prepare_answer(
-    core: RouterCore, body: ChatBody, use: ToolUse, text: str, sampling: session_pb2.Sampling
-) -> ChatAnswer:
-    """Constrain the output as the request's tools need it, and make the parser of what comes."""
-    style, has_tools = core.style, bool(use.functions)
-    if has_tools and use.required and sampling.HasField("grammar"):
-        raise InvalidRequest(f"set only one of tool_choice and {sampling.grammar.param}", "tool_choice")
-    grammar = sampling.grammar if sampling.HasField("grammar") else None
-    if has_tools:
-        calls = style.calls_grammar(use.functions, text, required=use.required, parallel=use.parallel)
-        grammar = style.after_reasoning(grammar, text) if grammar is not None else calls
-    else:
-        grammar = style.after_reasoning(grammar, text)
-    if grammar is not None:
-        sampling.grammar.CopyFrom(grammar)
-    if not style.reads(calls=has_tools, reasoning=body.wants_reasoning):
-        return ChatAnswer(core.codec)
-    sampling.show_special_tokens = True
-    return ChatAnswer(
-        core.codec,
-        partial(style.parser, text, calls=has_tools, reasoning=body.wants_reasoning),
-        legacy=body.is_legacy,
-        short_ids=style.calls is not None and style.calls.short_ids,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.v1 import session_pb2
@@ -17,7 +18,12 @@ class ChatAnswer:
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, codec: TextCodec, new_parser: Any = None, *, legacy: bool = False, short_ids: bool = False
+        self,
+        codec: TextCodec,
+        new_parser: Callable[[], Parser] | None,
+        *,
+        legacy: bool = False,
+        short_ids: bool = False,
     ) -> None:
         self._codec, self._new_parser = codec, new_parser
         self._legacy, self._short_ids = legacy, short_ids
