@@ -78,6 +78,15 @@ class TextCodec:
             raise InvalidRequest(f"messages: the model's chat template rejects them: {error}", "messages") from None
         return text
 
+    def resolve_stops(self, sampling: session_pb2.Sampling) -> None:
+        """Make stop strings that are special tokens, which no text shows, stop tokens."""
+        special = [stop for stop in sampling.stop if stop in self.special_tokens]
+        if special:
+            sampling.stop_token_ids.extend(self.special_tokens[stop] for stop in special)
+            texts = [stop for stop in sampling.stop if stop not in self.special_tokens]
+            del sampling.stop[:]
+            sampling.stop.extend(texts)
+
     def stop_token(self, output: Sequence[int], sampling: session_pb2.Sampling) -> int | None:
         """The token that ended an output which ended with ``stop``; None if a stop string did."""
         last = output[-1] if output else None

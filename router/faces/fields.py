@@ -29,6 +29,7 @@ MAX_GRAMMAR = 256 * 1024
 
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+CountOrNone: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 StopTokens: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
@@ -98,7 +99,7 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         or 0 < s.repetition_penalty <= MAX_REPETITION_PENALTY,
         "presence_penalty": math.fabs(s.presence_penalty) <= MAX_PENALTY,
         "frequency_penalty": math.fabs(s.frequency_penalty) <= MAX_PENALTY,
-        "max_tokens": not s.HasField("max_tokens") or s.max_tokens >= 1,
+        "max_tokens": not s.HasField("max_tokens") or s.max_tokens >= 0,
         "min_tokens": s.min_tokens >= 0,
         "stop": len(s.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP for stop in s.stop),
         "stop_token_ids": len(s.stop_token_ids) <= MAX_STOP_TOKENS and min(s.stop_token_ids, default=0) >= 0,

@@ -64,6 +64,7 @@ class Gateway:
 
         Raises every HoldfastError that a client can get, most of them before the first chunk.
         """
+        self._codec.resolve_stops(request.sampling)
         self._live.refuse_full(request.tenant)
         if request.turn_id in self._live:
             raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")

@@ -30,4 +30,5 @@ async def prepare_turn(request: TurnRequest, session: Session | None, fleet: Fle
     if not request.sampling.HasField("seed"):
         # Drawn here, not by the worker, so that a failover continues with the same noise.
         request.sampling.seed = random.getrandbits(62)
+    request.prompt = tokens[:]
     return LiveTurn(request, session, keep_len, tokens, len(tokens), epoch=session.record.epoch if session else 0)

@@ -32,6 +32,8 @@ class TurnRequest:
     """Wait for the session's running turn; otherwise refuse with SessionBusy."""
     cache_key: str = ""
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prompt: array[int] | None = None
+    """The whole input as tokens, once it is known."""
     rolled_back: Callable[[], Awaitable[None]] | None = None
     """Called when this router has rolled the turn back."""
 

@@ -85,7 +85,6 @@ async def test_one_bad_prompt_ends_all(client: AsyncOpenAI, cluster: Harness) ->
         ({"n": 129}, "n"),
         ({"n": 50, "prompt": ["a", "b", "c"]}, "n"),
         ({"prompt": []}, "prompt"),
-        ({"n": 2, "extra_headers": {"X-Session-ID": "s"}}, "n"),
         ({"prompt": ["a", "b"], "extra_headers": {"X-Session-ID": "s"}}, "prompt"),
     ],
     ids=str,

@@ -59,6 +59,9 @@ class _Codec:
     def stream(self, sampling: Any) -> Any:
         return SimpleNamespace(push=lambda tokens, ended_by=None: "", finish=lambda matched: "", stopped_by=None)
 
+    def resolve_stops(self, sampling: Any) -> None:
+        pass
+
     def stop_token(self, output: Any, sampling: Any) -> None:
         return None
 

@@ -145,6 +145,9 @@ class Leader:
         for turn_id, token in result.tokens.items():
             turn = self.scheduler.turns[turn_id]
             update = self._update_of(turn)
+            if not turn.params.max_tokens:  # only its input is scored
+                self._end(turn, Outcome.COMPLETED, Finish("length"))
+                continue
             turn.tokens.append(token)
             update.tokens.append(token)
             if turn_id in result.logprobs:

@@ -107,10 +107,13 @@ class _Writer:
         return self._rule(f"{opening} {self._of(form['content'])} ({closing})")
 
     def _text_until(self, end: str) -> str:
-        """Any text up to the first ``end``."""
-        if end in self._special:
+        """Any text up to the first ``end``. Text holds no special token, so one of these ends it by itself."""
+        special = self._split.search(end)
+        plain = end[: special.start()] if special is not None else end
+        if not plain:
             return self._rule(f"TEXT {self._literal(end)}")
-        return self._rule(f"TEXT {json.dumps(end)}", "[lazy]")
+        first = self._rule(f"TEXT {json.dumps(plain)}", "[lazy]")
+        return self._rule(f"{first} {self._literal(end[len(plain) :])}") if special is not None else first
 
     def _triggered_tags(self, form: dict[str, Any]) -> str:
         choices = []

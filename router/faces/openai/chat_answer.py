@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.v1 import session_pb2
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
-from router.turns.turn import TurnChunk
+from router.turns.turn import TurnChunk, TurnRequest
 
 
 class ChatAnswer:
@@ -28,10 +28,10 @@ class ChatAnswer:
         self._codec, self._new_parser = codec, new_parser
         self._legacy, self._short_ids = legacy, short_ids
 
-    def new_choice(self, turn_id: str) -> ChatChoice:
+    def new_choice(self, request: TurnRequest) -> ChatChoice:
         """One choice of an answer."""
         parser = self._new_parser() if self._new_parser is not None else None
-        return ChatChoice(self._codec, parser, turn_id, legacy=self._legacy, short_ids=self._short_ids)
+        return ChatChoice(self._codec, parser, request.turn_id, legacy=self._legacy, short_ids=self._short_ids)
 
 
 class ChatChoice:

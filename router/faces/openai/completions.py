@@ -11,28 +11,36 @@ from pydantic import Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from router.core import RouterCore
-from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader, TokenId, refuse_unsupported
+from router.faces.fields import MAX_TOP_LOGPROBS, CountOrNone, SessionHeader, TokenId, refuse_unsupported
 from router.faces.http import Tenant
 from router.faces.openai.choices import generate_choices
+from router.faces.openai.completion_answer import CompletionAnswer
 from router.faces.openai.generation import GenerationBody, check_model, generate
+from router.faces.several import MAX_TURNS
 from router.inputs import of_tokens
-from router.text import TextCodec
-from router.turns.turn import Prepare, TurnChunk
+from router.turns.turn import Prepare
 
 Prompt: TypeAlias = str | list[TokenId] | list[str] | list[list[TokenId]]
 
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
-    max_tokens: Count | None = 16
+    max_tokens: CountOrNone | None = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     suffix: str = ""
-    best_of: int = 1
+    best_of: int | None = Field(None, ge=1, le=MAX_TURNS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _refuse_other_texts(self) -> CompletionBody:
-        refuse_unsupported({"echo": self.echo, "suffix": bool(self.suffix), "best_of": self.best_of != 1})
+    def _refuse_what_cannot_be(self) -> CompletionBody:
+        refuse_unsupported({"suffix": bool(self.suffix)})
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of: must be at least n, {self.n}", "best_of")
+        for name, used in (("best_of", (self.best_of or 0) > self.n), ("prompt_logprobs", self.prompt_logprobs)):
+            if used not in (None, False) and self.stream:
+                raise InvalidRequest(f"{name}: is known at the end; do not stream", name)
         return self
 
 
@@ -40,7 +48,6 @@ def completion_routes(core: RouterCore) -> APIRouter:
     """The endpoints over a router."""
     routes = APIRouter()
     started = int(time.time())
-    answer = _CompletionAnswer(core.codec)
 
     def model_card() -> dict[str, Any]:
         return {
@@ -62,10 +69,22 @@ def completion_routes(core: RouterCore) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def complete(http: Request, tenant: Tenant, body: CompletionBody, x_session_id: SessionHeader = "") -> Any:
-        prompts = [_prepare(core, prompt) for prompt in _prompts(body.prompt)]
+        prompts = [_prepare(core, prompt, special=body.add_special_tokens) for prompt in _prompts(body.prompt)]
         sampling = body.sampling(body.logprobs)
-        if len(prompts) * body.n > 1:
-            return await generate_choices(core, http, tenant, body, answer, prompts, sampling, x_session_id)
+        if (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None:
+            sampling.logprob_start = 0
+            sampling.logprobs = max(body.logprobs or 0, body.prompt_logprobs or 0)
+        answer = CompletionAnswer(
+            core.codec,
+            echo=body.echo,
+            shows_logprobs=body.logprobs is not None,
+            shows_ids=body.return_token_ids,
+            num_prompt_logprobs=body.prompt_logprobs,
+        )
+        if len(prompts) * (body.best_of or body.n) > 1:
+            return await generate_choices(
+                core, http, tenant, body, answer, prompts, sampling, x_session_id, best_of=body.best_of
+            )
         return await generate(core, http, tenant, body, answer, prompts[0], sampling, x_session_id)
 
     return routes
@@ -81,37 +100,5 @@ def _prompts(prompt: Prompt) -> list[str | list[int]]:
     return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
 
 
-def _prepare(core: RouterCore, prompt: str | list[int]) -> Prepare:
-    return core.inputs.of_text(prompt, special=True) if isinstance(prompt, str) else of_tokens(array("i", prompt))
-
-
-class _CompletionAnswer:
-    """Plain completions' ``AnswerFormat``."""
-
-    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
-
-    reasoning_tokens = 0
-
-    def new_choice(self, turn_id: str) -> _CompletionAnswer:
-        return self
-
-    def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
-        return {"index": 0, "finish_reason": total.finish_reason, "text": text, "logprobs": self._logprobs(total)}
-
-    def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
-        finish = chunk.finish_reason or None
-        return {"index": 0, "text": chunk.text, "finish_reason": finish, "logprobs": self._logprobs(chunk)}
-
-    def _logprobs(self, chunk: TurnChunk) -> dict[str, Any] | None:
-        if not chunk.logprobs:
-            return None
-        decode = self._codec.decode
-        return {
-            "tokens": [decode([item.token]) for item in chunk.logprobs],
-            "token_logprobs": [item.logprob for item in chunk.logprobs],
-            "top_logprobs": [{decode([t.token]): t.logprob for t in item.top} for item in chunk.logprobs],
-            "text_offset": [],
-        }
+def _prepare(core: RouterCore, prompt: str | list[int], *, special: bool) -> Prepare:
+    return core.inputs.of_text(prompt, special=special) if isinstance(prompt, str) else of_tokens(array("i", prompt))

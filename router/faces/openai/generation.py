@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import Count, Int32, Int64, Name
+from router.faces.fields import Count, Int32, Int64, Name, refuse_unsupported
 from router.faces.grammars import GrammarFields
 from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
 from router.faces.sampling import SamplingFields
@@ -40,6 +40,13 @@ class GenerationBody(SamplingFields, GrammarFields):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
+    return_token_ids: bool = False
+    stop_regex: str | list[str] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> GenerationBody:
+        refuse_unsupported({"stop_regex": bool(self.stop_regex)})
+        return self
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
         return self.sampling_message(
@@ -74,7 +81,7 @@ class AnswerFormat(Protocol):
     object_name: str
     chunk_object_name: str
 
-    def new_choice(self, turn_id: str) -> Choice:
+    def new_choice(self, request: TurnRequest) -> Choice:
         """One choice of an answer."""
 
 
@@ -115,14 +122,12 @@ async def generate(
         first = await until_disconnect(http, first_chunk(stream))
         if isinstance(first, Response):
             return first
-        return event_stream(
-            _events(answer, head, request.turn_id, first, stream, body.stream_options or StreamOptions())
-        )
+        return event_stream(_events(answer, head, request, first, stream, body.stream_options or StreamOptions()))
     result = await until_disconnect(http, collect(stream))
     if isinstance(result, Response):
         return result
     total, text = result
-    choice = answer.new_choice(request.turn_id)
+    choice = answer.new_choice(request)
     body_out = {"object": answer.object_name, "choices": [choice.whole(total, text)]}
     return head | body_out | {"usage": usage_of(total, len(total.tokens), choice.reasoning_tokens)}
 
@@ -149,20 +154,20 @@ def usage_of(chunk: TurnChunk, completion_tokens: int, reasoning_tokens: int = 0
 async def _events(
     answer: AnswerFormat,
     head: dict[str, Any],
-    turn_id: str,
+    request: TurnRequest,
     first: TurnChunk,
     stream: AsyncGenerator[TurnChunk, None],
     options: StreamOptions,
 ) -> AsyncIterator[bytes]:
     head = head | {"object": answer.chunk_object_name}
-    num_tokens, chunk, choice = 0, first, answer.new_choice(turn_id)
+    num_tokens, chunk, choice = 0, first, answer.new_choice(request)
     try:
         while True:
             num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
             body = head | {"choices": [choice.delta(chunk, first=chunk is first)]}
             if options.include_usage:
                 body["usage"] = usage_of(chunk, num_tokens) if options.continuous_usage_stats else None
-            yield f"id: {turn_id}:{num_tokens}\n".encode() + sse_event(body)
+            yield f"id: {request.turn_id}:{num_tokens}\n".encode() + sse_event(body)
             if chunk.finish_reason:
                 break
             chunk = await anext(stream)
