@@ -156,7 +156,7 @@ FUNCTIONS = [Function("weather", SCHEMA, False), Function("now.utc", None, False
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"gpt-oss"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"gpt-oss", "glm45"}))
 def test_required_calls_are_always_read(name: str, parallel: bool, seed: int) -> None:
     """Whatever tokens a model prefers, the grammar makes calls that the parser reads, of the schema."""
     style = AnswerStyle(name, "none", "")
@@ -203,13 +203,8 @@ ROME = '{"city": "Rome", "days": 3}'
             f"Hm.</think>\n\n{CALL}",
         ),
         ("hermes", "deepseek-r1", "", f"Hm.</think>{CALL}"),
-        (
-            "gpt-oss",
-            "gpt-oss",
-            "",
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>@<|call|>",
-        ),
+        # Its calls end with a token that ends the bundled model's output too, so that this is without reasoning.
+        ("gpt-oss", "gpt-oss", "", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>@<|call|>"),
     ],
 )
 def test_required_calls_may_follow_reasoning(calls: str, reasoning: str, prompt: str, text: str) -> None:
@@ -222,6 +217,17 @@ def test_required_calls_may_follow_reasoning(calls: str, reasoning: str, prompt:
     whole, _ = parse(style.parser(prompt, calls=True, reasoning=True), text.replace("@", ROME), 3)
     assert [(call.name, call.arguments) for call in whole.calls] == [("weather", ROME)]
     assert whole.reasoning == ("Hm." if "Hm." in text else "")
+
+
+def test_required_calls_without_json() -> None:
+    grammar = AnswerStyle("glm45", "none", "").calls_grammar(FUNCTIONS[:1], "", required=True, parallel=False)
+    assert grammar is not None
+    text = (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    )
+    assert accepts(compiled("structural_tag", grammar.structural_tag), text)
+    assert not accepts(compiled("structural_tag", grammar.structural_tag), text.replace("city", "town"))
 
 
 def test_a_tag_names_its_function() -> None:

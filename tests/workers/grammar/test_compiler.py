@@ -117,6 +117,16 @@ TEXT_END = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": 
             ["a", "b"],
             ["ab"],
         ),
+        (
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "<|user|> then"},
+            ["I wonder<|user|> then"],
+            ["I wonder<|user|>", "I wonder then"],
+        ),
+        (
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "so<|user|>!"},
+            ["I wonder so<|user|>!"],
+            ["I wonder so", "I wonder<|user|>!"],
+        ),
         ({"type": "optional", "content": {"type": "const_string", "value": "a"}}, ["", "a"], ["b"]),
         ({"type": "any_text"}, ["", "whatever <f=a>"], ["no <|user|>"]),
     ],
