@@ -24,6 +24,8 @@ MAX_PENALTY = 2.0
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
+MAX_WANTED_TOKENS = 1024
+"""Tokens whose logprobs are wanted at each position."""
 MAX_GRAMMAR = 256 * 1024
 """Characters of a schema or grammar. It is journaled with the turn."""
 
@@ -33,6 +35,7 @@ CountOrNone: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 StopTokens: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
+WantedTokens: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_WANTED_TOKENS)]
 Stop: TypeAlias = Annotated[str, Field(max_length=MAX_STOP)]
 Stops: TypeAlias = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -103,6 +106,7 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         "min_tokens": s.min_tokens >= 0,
         "stop": len(s.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP for stop in s.stop),
         "stop_token_ids": len(s.stop_token_ids) <= MAX_STOP_TOKENS and min(s.stop_token_ids, default=0) >= 0,
+        "logprob_token_ids": len(s.logprob_token_ids) <= MAX_WANTED_TOKENS and min(s.logprob_token_ids, default=0) >= 0,
         "logit_bias": len(s.logit_bias) <= MAX_BIASED_TOKENS
         and all(token >= 0 and math.fabs(bias) <= MAX_LOGIT_BIAS for token, bias in s.logit_bias.items()),
         "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= MAX_TOP_LOGPROBS,

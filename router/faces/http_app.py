@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -24,6 +25,7 @@ from router.faces.openai.responses import response_routes
 from router.faces.operator import OPEN_PATHS, operator_routes
 from router.faces.sglang.generate import sglang_routes
 from router.faces.sglang.info import info_routes
+from router.faces.sglang.parsing import parsing_routes
 
 
 def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
@@ -45,6 +47,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     app.include_router(conversation_routes(conversations))
     app.include_router(sglang_routes(core))
     app.include_router(info_routes(core))
+    app.include_router(parsing_routes(core))
     app.include_router(operator_routes(core, grpc_address))
     _answer_errors(app)
     return app
@@ -56,12 +59,16 @@ def _answer_errors(app: FastAPI) -> None:
         return anthropic_error(error) if request.url.path.startswith("/v1/messages") else error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+    @app.exception_handler(ValidationError)  # of a part of a body, once it is taken apart
+    async def validation_error(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"] if part != "body")
         return await holdfast_error(request, InvalidRequest(f"{param or 'request'}: {first['msg']}", param or None))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            near = [path for path in app.openapi()["paths"] if path.startswith(request.url.path[:3])]
+            error.detail = f"{request.method} {request.url.path} is not served here; there are {', '.join(near)}"
         body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, error.status_code)

@@ -35,6 +35,9 @@ def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) ->
         raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
     if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
         raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}", "stop_token_ids")
+    if any(not 0 <= token < vocab_size for token in submission.params.logprob_token_ids):
+        message = f"token_ids_logprob: each must be from 0 to {vocab_size - 1}"
+        raise InvalidRequest(message, "token_ids_logprob")
     if any(not 0 <= token < vocab_size for token, _ in submission.params.logit_bias):
         raise InvalidRequest(f"logit_bias: each token must be from 0 to {vocab_size - 1}", "logit_bias")
 

@@ -152,7 +152,8 @@ class Rank:
         if raw is not None:
             chosen = [tokens[i] for i in with_logprobs]
             tops = [turns[i].params.num_logprobs for i in with_logprobs]
-            for i, logprobs in zip(with_logprobs, logprobs_of(raw, chosen, tops), strict=True):
+            wanted = [turns[i].params.logprob_token_ids for i in with_logprobs]
+            for i, logprobs in zip(with_logprobs, logprobs_of(raw, chosen, tops, wanted), strict=True):
                 result.logprobs[turns[i].turn_id] = logprobs
 
     def _sampling_row(self, turn: Turn, mask: bytes | None) -> SamplingRow:
@@ -171,7 +172,8 @@ class Rank:
                 targets = list(w.turn.tokens[positions.start + 1 : positions.stop + 1])
                 tops = [max(0, w.turn.params.num_logprobs)] * len(targets)
                 rows = logits[at : at + len(targets)]
-                result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops)
+                wanted = [w.turn.params.logprob_token_ids] * len(targets)
+                result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops, wanted)
                 at += len(targets)
 
 

@@ -38,6 +38,8 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    wanted: tuple[tuple[int, float], ...] = ()
+    """Of ``SamplingParams.logprob_token_ids``."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -62,15 +64,22 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     return chosen
 
 
-def logprobs_of(logits: Tensor, chosen: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Logprobs of ``chosen`` and of the ``num_top`` likeliest tokens, a row each of ``logits``."""
+def logprobs_of(
+    logits: Tensor, chosen: Sequence[int], num_top: Sequence[int], wanted: Sequence[tuple[int, ...]]
+) -> list[TokenLogprobs]:
+    """Logprobs of ``chosen``, of the ``num_top`` likeliest tokens and of ``wanted``, a row each of ``logits``."""
     log_probs = logits.log_softmax(dim=-1)
     picked = log_probs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
     most = max(num_top)
     values, ids = (t.tolist() for t in log_probs.topk(most, dim=-1)) if most else ([], [])
     return [
-        TokenLogprobs(token, picked[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)) if top else ())
-        for i, (token, top) in enumerate(zip(chosen, num_top, strict=True))
+        TokenLogprobs(
+            token,
+            picked[i],
+            tuple(zip(ids[i][:top], values[i][:top], strict=True)) if top else (),
+            tuple(zip(others, log_probs[i, list(others)].tolist(), strict=True)) if others else (),
+        )
+        for i, (token, top, others) in enumerate(zip(chosen, num_top, wanted, strict=True))
     ]
 
 

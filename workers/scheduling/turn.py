@@ -46,6 +46,8 @@ class SamplingParams:
     """-1: none; 0: of the chosen token; n: also of the n likeliest tokens."""
     logprob_start: int = -1
     """First token of the prompt whose logprob is wanted; -1: none."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose logprobs are wanted at each position, beside the chosen one's."""
     grammar: Grammar | None = None
 
     @property

@@ -58,6 +58,7 @@ def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
         ignore_eos=s.ignore_eos,
         num_logprobs=given("logprobs", -1),
         logprob_start=given("logprob_start", -1),
+        logprob_token_ids=tuple(s.logprob_token_ids),
         grammar=_grammar(s.grammar),
     )
 
@@ -68,8 +69,11 @@ def _grammar(grammar: session_pb2.Grammar) -> Grammar | None:
 
 
 def _logprob_message(logprobs: TokenLogprobs) -> session_pb2.TokenLogprob:
-    top = [session_pb2.TopLogprob(token=token, logprob=value) for token, value in logprobs.top]
-    return session_pb2.TokenLogprob(token=logprobs.token, logprob=logprobs.logprob, top=top)
+    top, wanted = (
+        [session_pb2.TopLogprob(token=token, logprob=value) for token, value in pairs]
+        for pairs in (logprobs.top, logprobs.wanted)
+    )
+    return session_pb2.TokenLogprob(token=logprobs.token, logprob=logprobs.logprob, top=top, wanted=wanted)
 
 
 def update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.v1 import session_pb2
 from router.faces.sglang.bodies import GenerateBody
-from router.turns.turn import TurnChunk
+from router.text import TextCodec
+from router.turns.turn import TurnChunk, TurnRequest
 
 
 class Answer:
     """SGLang's response body: cumulative, also in a stream."""
 
-    def __init__(self, body: GenerateBody, rid: str) -> None:
-        self._body, self._rid = body, rid
+    def __init__(self, body: GenerateBody, request: TurnRequest, codec: TextCodec) -> None:
+        self._body, self._request, self._codec = body, request, codec
         self._started = time.monotonic()
         self._text = ""
         self._tokens: list[int] = []
@@ -47,7 +48,7 @@ class Answer:
             else:
                 finish["message"] = "Aborted"
         meta: dict[str, Any] = {
-            "id": self._rid,
+            "id": self._request.turn_id,
             "finish_reason": finish,
             "prompt_tokens": chunk.prompt_len,
             "completion_tokens": len(self._tokens),
@@ -55,20 +56,32 @@ class Answer:
             "e2e_latency": time.monotonic() - self._started,
         }
         if self._body.return_logprob:
-            meta["output_token_logprobs"] = [[item.logprob, item.token, None] for item in self._output]
-            meta["output_top_logprobs"] = [self._top(item) for item in self._output]
+            self._add_logprobs(meta, "output", self._output, [])
             if self._body.logprob_start_len >= 0:
-                # The first requested token has no logprob: no logits were computed before it.
-                meta["input_token_logprobs"] = [
-                    [None, None, None],
-                    *([item.logprob, item.token, None] for item in self._input),
-                ]
-                meta["input_top_logprobs"] = [None, *(self._top(item) for item in self._input)]
+                # No logits come before the first token that is wanted.
+                start = self._body.logprob_start_len
+                prompt: list[int] = list(self._request.prompt or ())
+                self._add_logprobs(meta, "input", self._input, prompt[start : start + 1])
         return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}
 
-    @staticmethod
-    def _top(item: session_pb2.TokenLogprob) -> list[list[Any]]:
-        return [[top.logprob, top.token, None] for top in item.top]
+    def _add_logprobs(
+        self, meta: dict[str, Any], name: str, items: list[session_pb2.TokenLogprob], before: list[int]
+    ) -> None:
+        """SGLang's lists of ``[logprob, token, text]``. ``before``: a token without logprobs that comes first."""
+        meta[f"{name}_token_logprobs"] = [
+            *(self._entry(None, token) for token in before),
+            *(self._entry(item.logprob, item.token) for item in items),
+        ]
+        meta[f"{name}_top_logprobs"] = [*(None for _ in before), *(self._entries(item.top) for item in items)]
+        if self._body.token_ids_logprob is not None:
+            wanted = [*(None for _ in before), *(self._entries(item.wanted) for item in items)]
+            meta[f"{name}_token_ids_logprobs"] = wanted
+
+    def _entry(self, logprob: float | None, token: int) -> list[Any]:
+        return [logprob, token, self._codec.decode([token]) if self._body.return_text_in_logprobs else None]
+
+    def _entries(self, tops: Iterable[session_pb2.TopLogprob]) -> list[list[Any]]:
+        return [self._entry(top.logprob, top.token) for top in tops]
 
 
 async def answer_events(

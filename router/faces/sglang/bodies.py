@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import MAX_TOP_LOGPROBS, Count, Int32, Int64, Name, TokenId
+from router.faces.fields import (
+    MAX_TOP_LOGPROBS,
+    CountOrNone,
+    Int32,
+    Int64,
+    Name,
+    TokenId,
+    WantedTokens,
+    refuse_unsupported,
+)
 from router.faces.grammars import Schema, Text, of_schema, of_structural_tag, of_text, only_one
 from router.faces.sampling import SamplingFields
 from router.faces.several import MAX_TURNS
@@ -21,13 +30,22 @@ TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 class SamplingBody(SamplingFields):
     model_config = ConfigDict(extra="ignore")
 
-    max_new_tokens: Count | None = DEFAULT_MAX_NEW_TOKENS
+    n: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 1
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stop_regex: str | list[str] | None = None
+    max_new_tokens: CountOrNone | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Int32 = Field(0, ge=0)
     sampling_seed: Int64 | None = None
     json_schema: Schema | None = None
     regex: Text | None = None
     ebnf: Text | None = None
     structural_tag: Schema | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> SamplingBody:
+        refuse_unsupported({"stop_regex": bool(self.stop_regex)})
+        return self
 
     def grammar(self) -> session_pb2.Grammar | None:
         """Raises InvalidRequest if there are several."""
@@ -53,6 +71,21 @@ class GenerateBody(BaseModel):
     return_logprob: bool = False
     logprob_start_len: Int32 = -1
     top_logprobs_num: TopLogprobs = 0
+    token_ids_logprob: WantedTokens | None = None
+    return_text_in_logprobs: bool = False
+
+    def each_answer(self, n: int) -> list[GenerateBody]:
+        """The body ``n`` times; with a seed, answer i has seed + i."""
+        if n == 1:
+            return [self]
+        bodies = []
+        for i in range(n):
+            params = self.sampling_params
+            if params.sampling_seed is not None:
+                params = params.model_copy(update={"sampling_seed": params.sampling_seed + i})
+            rid = f"{self.rid}_{i}" if self.rid else None
+            bodies.append(self.model_copy(update={"sampling_params": params, "rid": rid}))
+        return bodies
 
     def sampling(self) -> session_pb2.Sampling:
         s = self.sampling_params
@@ -61,6 +94,9 @@ class GenerateBody(BaseModel):
             max_tokens=s.max_new_tokens,
             min_tokens=s.min_new_tokens,
             grammar=s.grammar(),
+            show_special_tokens=not s.skip_special_tokens,
+            include_stop=s.no_stop_trim,
+            logprob_token_ids=(self.token_ids_logprob or []) if self.return_logprob else [],
             logprobs=self.top_logprobs_num if self.return_logprob else None,
             logprob_start=self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None,
         )
@@ -80,16 +116,38 @@ class BatchBody(BaseModel):
     return_logprob: bool | list[bool] = False
     logprob_start_len: Int32 | list[Int32] = -1
     top_logprobs_num: TopLogprobs | list[TopLogprobs] = 0
+    token_ids_logprob: WantedTokens | list[WantedTokens | None] | None = None
+    return_text_in_logprobs: bool = False
+
+    @property
+    def has_list(self) -> bool:
+        """There are several prompts, or a list of one."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    @property
+    def n(self) -> int:
+        """Answers of each prompt."""
+        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
+        if len({params.n for params in each}) > 1:
+            raise InvalidRequest("sampling_params.n: must be the same for all prompts", "sampling_params.n")
+        return each[0].n if each else 1
 
     @property
     def is_batch(self) -> bool:
-        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+        """The answer is a list."""
+        return self.has_list or self.n > 1
 
     def parts(self) -> list[GenerateBody]:
         """Each prompt with its fields. Raises InvalidRequest for lists of another length than the prompts'."""
-        if not self.is_batch:
+        parts = self._each_prompt()
+        if self.n * len(parts) > MAX_TURNS:
+            raise InvalidRequest(f"sampling_params.n: at most {MAX_TURNS} answers in one request", "sampling_params.n")
+        return [answer for part in parts for answer in part.each_answer(self.n)]
+
+    def _each_prompt(self) -> list[GenerateBody]:
+        if not self.has_list:
             for name, value in self:
-                if isinstance(value, list) and name != "input_ids":
+                if isinstance(value, list) and name not in ("input_ids", "token_ids_logprob"):
                     raise InvalidRequest(f"{name}: must not be a list for one prompt", name)
             return [GenerateBody.model_validate(dict(self))]
         prompts = self.text if isinstance(self.text, list) else self.input_ids or []
@@ -101,6 +159,8 @@ class BatchBody(BaseModel):
         for name, value in self:
             if name in ("stream", "session_params") or value is None:
                 continue
+            if name == "token_ids_logprob" and not any(isinstance(item, list) for item in value):
+                value = [value] * len(prompts)
             if isinstance(value, list) and len(value) != len(prompts):
                 raise InvalidRequest(f"{name}: has {len(value)} items for {len(prompts)} prompts", name)
             for i, part in enumerate(parts):

@@ -31,7 +31,8 @@ def sglang_routes(core: RouterCore) -> APIRouter:
     routes = APIRouter()
     trees = BranchingSessions(core)
 
-    @routes.api_route("/open_session", methods=["GET", "POST"])
+    @routes.get("/open_session")
+    @routes.post("/open_session")
     async def open_session(tenant: Tenant, body: OpenSessionBody) -> Any:
         session_id = body.session_id or uuid.uuid4().hex
         if not body.streaming:
@@ -39,7 +40,8 @@ def sglang_routes(core: RouterCore) -> APIRouter:
             return session_id
         return (await core.control.open_session(session_id, tenant)).session_id
 
-    @routes.api_route("/close_session", methods=["GET", "POST"])
+    @routes.get("/close_session")
+    @routes.post("/close_session")
     async def close_session(tenant: Tenant, body: CloseSessionBody) -> Response:
         if await trees.has(body.session_id, tenant):
             await trees.close(body.session_id, tenant)
@@ -47,14 +49,15 @@ def sglang_routes(core: RouterCore) -> APIRouter:
             await core.control.release(body.session_id, tenant)
         return Response(status_code=200)
 
-    @routes.api_route("/generate", methods=["POST", "PUT"])
+    @routes.post("/generate")
+    @routes.put("/generate")
     async def generate(http: Request, tenant: Tenant, batch: BatchBody) -> Any:
         parts = batch.parts()
         if batch.is_batch:
             return await _generate_batch(core, http, tenant, batch, parts)
         (body,) = parts
         request = _turn_request(core, body, tenant)
-        answer = Answer(body, request.turn_id)
+        answer = Answer(body, request, core.codec)
         params = body.session_params
         if params is not None and params.id and await trees.has(params.id, request.tenant):
             request.create_session = True
@@ -85,7 +88,8 @@ def sglang_routes(core: RouterCore) -> APIRouter:
                 core.live.abort(turn_id)
         return Response(status_code=200)
 
-    @routes.api_route("/flush_cache", methods=["GET", "POST"])
+    @routes.get("/flush_cache")
+    @routes.post("/flush_cache")
     async def flush_cache() -> Response:
         for link in core.fleet.alive():
             await link.flush(core.config.control_timeout_s)
@@ -101,7 +105,7 @@ async def _generate_batch(
     if batch.session_params is not None and batch.session_params.id:
         raise InvalidRequest("session_params: a session has one turn at a time; send one prompt", "session_params")
     requests = [_turn_request(core, part, tenant) for part in parts]
-    answers = [Answer(part, request.turn_id) for part, request in zip(parts, requests, strict=True)]
+    answers = [Answer(part, request, core.codec) for part, request in zip(parts, requests, strict=True)]
     try:
         if batch.stream:
             chunks = side_by_side(core, requests)

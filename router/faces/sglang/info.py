@@ -53,6 +53,26 @@ def info_routes(core: RouterCore) -> APIRouter:
             "max_context_length": core.fleet.context_len,
         }
 
+    @routes.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """SGLang's figures of load, one entry a worker, as of its last beat."""
+        return {
+            "loads": [
+                {
+                    "dp_rank": i,
+                    "worker_id": link.name,
+                    "num_running_reqs": link.stats.running,
+                    "num_waiting_reqs": link.stats.waiting,
+                    "num_sessions": link.stats.sessions,
+                    "pages_by_group": {
+                        group.group: {"total": group.total, "free": group.free, "cached": group.cached}
+                        for group in link.stats.groups
+                    },
+                }
+                for i, link in enumerate(core.fleet.alive())
+            ]
+        }
+
     @routes.get("/get_server_info")
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
