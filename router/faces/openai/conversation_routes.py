@@ -10,17 +10,17 @@ from pydantic import BaseModel, Field
 from router.faces.http import Tenant
 from router.faces.openai.conversations import Conversations
 from router.faces.openai.pages import page_of
-from router.faces.openai.response_body import MAX_METADATA, InputItem
+from router.faces.openai.response_body import MAX_METADATA, Item
 
 MAX_ITEMS = 20
 
 
 class ItemsBody(BaseModel):
-    items: list[InputItem] = Field(max_length=MAX_ITEMS)
+    items: list[Item] = Field(max_length=MAX_ITEMS)
 
 
 class ConversationBody(BaseModel):
-    items: list[InputItem] | None = Field(None, max_length=MAX_ITEMS)
+    items: list[Item] | None = Field(None, max_length=MAX_ITEMS)
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -12,13 +12,56 @@ from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
 from router.faces.fields import Count, Int64, OpenAIBody, Temperature, refuse_unsupported
 from router.faces.grammars import JsonObjectFormat, JsonSchema, TextFormat, of_schema, only_one
+from router.faces.openai.response_tools import FlatChoice, FlatTool
 from router.faces.openai.stored_response import StoredResponse
+from router.faces.tools import MAX_TOOLS, FunctionName
 
 MAX_METADATA = 16
 
 
+class FunctionCallItem(BaseModel):
+    """A call of an earlier answer, sent back."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: str
+    id: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is stored."""
+        return self.model_dump() | {"id": self.id or f"fc_{uuid.uuid4().hex}", "status": "completed"}
+
+
+class FunctionOutputItem(BaseModel):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+    id: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is stored. Raises InvalidRequest."""
+        parts = self.output if isinstance(self.output, list) else []
+        if not all(isinstance(part.get("text"), str) for part in parts):
+            raise InvalidRequest("input: only text content is supported", "input")
+        return self.model_dump() | {"id": self.id or f"fco_{uuid.uuid4().hex}", "status": "completed"}
+
+
+class ReasoningItem(BaseModel, extra="allow"):
+    """The reasoning of an earlier answer, sent back. It is not shown to the model again."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """The item as it is stored."""
+        return self.model_dump() | {"id": self.id or f"rs_{uuid.uuid4().hex}"}
+
+
 class InputItem(BaseModel):
-    """A message; items of other types are refused."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -38,8 +81,16 @@ class InputItem(BaseModel):
         return {"id": item_id, "type": "message", "role": self.role, "status": "completed", "content": parts}
 
 
+Item: TypeAlias = FunctionCallItem | FunctionOutputItem | ReasoningItem | InputItem
+
+
 class ConversationRef(BaseModel):
     id: str
+
+
+class Reasoning(BaseModel):
+    effort: str | None = None
+    summary: str | None = None
 
 
 class SchemaFormat(JsonSchema):
@@ -60,7 +111,7 @@ class TextSettings(BaseModel):
 
 class ResponseBody(OpenAIBody):
     model: str = ""
-    input: str | list[InputItem] = Field(min_length=1)
+    input: str | list[Item] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationRef | None = None
@@ -73,7 +124,12 @@ class ResponseBody(OpenAIBody):
     seed: Int64 | None = None
     ignore_eos: bool = False
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
-    tools: list[Any] | None = None
+    tools: list[FlatTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = Field(None, ge=1)
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     text: TextSettings | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
@@ -82,8 +138,6 @@ class ResponseBody(OpenAIBody):
     def _refuse_unsupported(self) -> ResponseBody:
         refuse_unsupported(
             {
-                "tools": bool(self.tools),
-                "include": bool(self.include),
                 "truncation: auto": self.truncation == "auto",
             }
         )
@@ -97,6 +151,10 @@ class ResponseBody(OpenAIBody):
         """The input as stored items."""
         given = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         return [item.stored() for item in given]
+
+    def _template_variables(self) -> dict[str, Any]:
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return ({"reasoning_effort": effort} if effort else {}) | (self.chat_template_kwargs or {})
 
     def response(self, model: str) -> StoredResponse:
         """The response that the request creates."""
@@ -125,5 +183,10 @@ class ResponseBody(OpenAIBody):
             background=self.background,
             stored=self.store,
             settings=echoed,
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or []],
+            tool_choice=self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            # A limit of one call is one that a grammar can keep.
+            parallel_tool_calls=self.parallel_tool_calls and self.max_tool_calls != 1,
+            template_variables=self._template_variables(),
             sampling=sampling.SerializeToString(),
         )

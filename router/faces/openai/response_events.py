@@ -7,13 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from router.core import RouterCore
+from router.faces.openai.response_output import ResponseOutput
 from router.faces.openai.response_turns import ResponseTurns
-from router.faces.openai.stored_response import StoredResponse, output_items
+from router.faces.openai.stored_response import StoredResponse
 from router.turns.turn import TurnChunk
-
-FIRST_DELTA = 4
-"""Sequence number of the first token's event. A delta has the number of its last token, so that a cursor
-means the same token on every router."""
 
 
 def response_json(response: StoredResponse) -> dict[str, Any]:
@@ -29,14 +27,14 @@ def response_json(response: StoredResponse) -> dict[str, Any]:
         "incomplete_details": reason,
         "instructions": response.instructions,
         "model": response.model,
-        "output": output_items(response),
-        "parallel_tool_calls": False,
+        "output": response.items if response.status in ("completed", "incomplete") else [],
+        "parallel_tool_calls": response.parallel_tool_calls,
         "previous_response_id": response.previous_response_id,
         "conversation": {"id": response.conversation} if response.conversation else None,
         "store": response.stored,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": response.tool_choice,
+        "tools": response.tools,
         "truncation": "disabled",
         "usage": response.usage,
         **response.settings,
@@ -44,45 +42,40 @@ def response_json(response: StoredResponse) -> dict[str, Any]:
 
 
 async def response_events(
+    core: RouterCore,
     responses: ResponseTurns,
     response: StoredResponse,
     tenant: str,
     chunks: AsyncGenerator[TurnChunk, None],
     after: int,
 ) -> AsyncIterator[bytes]:
-    """The response's events with sequence numbers greater than ``after``."""
-    item = {"id": response.message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-    part = {"type": "output_text", "text": "", "annotations": []}
-    place = {"item_id": response.message_id, "output_index": 0, "content_index": 0}
+    """The response's events with sequence numbers greater than ``after``. ``chunks`` begin at the first token."""
     begun = response_json(response) | {"status": "in_progress", "output": [], "usage": None}
+    output, number = ResponseOutput(core, response), -1
 
-    def event(number: int, kind: str, **body: Any) -> bytes:
+    def event(kind: str, body: dict[str, Any]) -> bytes:
+        nonlocal number
+        number += 1
         if number <= after:
             return b""
         data = json.dumps({"type": f"response.{kind}", "sequence_number": number} | body, separators=(",", ":"))
         return f"event: response.{kind}\ndata: {data}\n\n".encode()
 
-    number = FIRST_DELTA
     try:
-        yield event(0, "created", response=begun)
-        yield event(1, "in_progress", response=begun)
-        yield event(2, "output_item.added", output_index=0, item=item)
-        yield event(3, "content_part.added", **place, part=part)
+        yield event("created", {"response": begun})
+        yield event("in_progress", {"response": begun})
         async for chunk in chunks:
-            number = max(number, FIRST_DELTA + chunk.index + len(chunk.tokens))
-            if chunk.text:
-                yield event(number - 1, "output_text.delta", **place, delta=chunk.text, logprobs=[])
+            for kind, body in output.push(chunk.tokens, chunk.matched):
+                yield event(kind, body)
+            if chunk.finish_reason in ("stop", "length"):
+                for kind, body in output.finish(chunk.finish_reason, chunk.matched):
+                    yield event(kind, body)
         if response.stored:
             response = await responses.get(response.id, tenant)
-        if response.status in ("completed", "incomplete"):
-            whole = output_items(response)[0]
-            yield event(number, "output_text.done", **place, text=response.text, logprobs=[])
-            yield event(number + 1, "content_part.done", **place, part=whole["content"][0])
-            yield event(number + 2, "output_item.done", output_index=0, item=whole)
-        yield event(number + 3, response.status, response=response_json(response))
+        yield event(response.status, {"response": response_json(response)})
     except HoldfastError as error:
-        body = {"code": error.code, "message": error.message, "param": None}
-        data = json.dumps({"type": "error", "sequence_number": number + 3} | body)
+        body = {"code": error.code, "message": error.message, "param": error.param}
+        data = json.dumps({"type": "error", "sequence_number": number + 1} | body)
         yield f"event: error\ndata: {data}\n\n".encode()
     finally:
         await chunks.aclose()

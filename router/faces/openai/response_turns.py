@@ -14,9 +14,8 @@ import asyncio
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,14 @@ from holdfast.errors import (
 )
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
+from router.faces.constrain import constrain
+from router.faces.messages import template_messages
 from router.faces.openai.conversations import Conversations, item_objects, release_session
+from router.faces.openai.response_items import messages_of
+from router.faces.openai.response_output import ResponseOutput
 from router.faces.openai.response_run import ResponseRun
-from router.faces.openai.stored_response import StoredResponse, message_of, output_item
+from router.faces.openai.response_tools import tool_use_of
+from router.faces.openai.stored_response import StoredResponse
 from router.turns.sessions import Session
 from router.turns.turn import TurnChunk, TurnRequest
 
@@ -93,13 +97,15 @@ class ResponseTurns:
     async def _run(self, response: StoredResponse, tenant: str) -> AsyncGenerator[TurnChunk, None]:
         """Run the response's turn. Closing this early, as when the client disconnects, aborts it."""
         announced = response.background
+        self._note_format(response)
         try:
             session_id = await self._session_of(response, tenant)
             while True:
+                sampling = session_pb2.Sampling.FromString(response.sampling)
                 request = TurnRequest(
                     tenant=tenant,
-                    prepare=lambda session: self._prepare(response, tenant, session),
-                    sampling=session_pb2.Sampling.FromString(response.sampling),
+                    prepare=partial(self._prepare, response, tenant, sampling),
+                    sampling=sampling,
                     session_id=session_id if response.stored else "",
                     queue=response.conversation is None,
                     turn_id=response.id,
@@ -119,6 +125,13 @@ class ResponseTurns:
             if not response.output:  # otherwise its turn was left open, and is resumed at the next request for it
                 await self._fail(response, tenant, error, announced=announced)
             raise
+
+    def _note_format(self, response: StoredResponse) -> None:
+        """Have every router read the output alike: with its special tokens, where these say what is what."""
+        if self._core.style.reads(calls=bool(response.tools), reasoning=True):
+            sampling = session_pb2.Sampling.FromString(response.sampling)
+            sampling.show_special_tokens = True
+            response.sampling = sampling.SerializeToString()
 
     async def _session_of(self, response: StoredResponse, tenant: str) -> str:
         if response.conversation is not None:
@@ -142,16 +155,21 @@ class ResponseTurns:
             await self._core.control.fork(before.session_id, tenant, child, None)
         return child
 
-    async def _prepare(self, response: StoredResponse, tenant: str, session: Session | None) -> tuple[int, array[int]]:
+    async def _prepare(
+        self, response: StoredResponse, tenant: str, sampling: session_pb2.Sampling, session: Session | None
+    ) -> tuple[int, array[int]]:
         """Called with the session locked: what is read here does not change before the turn begins."""
         if session is not None and response.previous_response_id and session.session_id != f"fork-{response.id}":
             head = await self._journal.get_object(tenant, f"head/{session.session_id}")
             if head != response.previous_response_id.encode():
                 raise _SessionChanged("another turn followed on the session")
-        messages = await self.history(response, tenant)
+        messages = messages_of(await self.history(response, tenant))
         if response.instructions:
-            messages = [{"role": "system", "content": [{"text": response.instructions}]}, *messages]
-        text = self._core.codec.render_chat([message_of(item) for item in messages])
+            messages = [{"role": "system", "content": response.instructions}, *messages]
+        codec, use = self._core.codec, tool_use_of(response)
+        messages = template_messages(messages, codec.chat_template)
+        text = codec.render_chat(messages, use.templates, response.template_variables)
+        constrain(self._core, use, text, sampling, reasoning=True)
         return await self._core.inputs.of_text(text, special=False)(session)
 
     async def history(self, response: StoredResponse, tenant: str) -> list[dict[str, Any]]:
@@ -167,7 +185,7 @@ class ResponseTurns:
                 links.append(known)
                 break
             before = await self.get(at, tenant)
-            links.append([*before.input, output_item(before)])
+            links.append([*before.input, *before.items])
             at = before.previous_response_id
         return [item for link in reversed(links) for item in link]
 
@@ -189,13 +207,16 @@ class ResponseTurns:
     async def _end(self, response: StoredResponse, tenant: str, last: TurnChunk) -> None:
         count, details = len(response.output), {"cached_tokens": last.cached_len}
         response.status = {"stop": "completed", "length": "incomplete"}.get(last.finish_reason, "cancelled")
-        response.finish = last.finish_reason
-        response.text = self._text(response, last)
+        response.finish, response.matched = last.finish_reason, last.matched
+        output = ResponseOutput(self._core, response)
+        for _ in (*output.push(response.output, last.matched), *output.finish(last.finish_reason, last.matched)):
+            pass  # its events were sent as they came
+        response.items = output.items
         response.usage = {
             "input_tokens": last.prompt_len,
             "input_tokens_details": details,
             "output_tokens": count,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
             "total_tokens": last.prompt_len + count,
         }
         if not response.stored:
@@ -205,24 +226,16 @@ class ResponseTurns:
             objects[f"head/{response.session_id}"] = response.id.encode()
             objects[f"ref/{response.session_id}/{response.id}"] = b""
             if response.conversation is not None:
-                objects |= item_objects(
-                    response.conversation, response.first_item, [*response.input, output_item(response)]
-                )
+                objects |= item_objects(response.conversation, response.first_item, [*response.input, *response.items])
             self._remember(response, tenant)
         await self._journal.put_objects(tenant, objects)
-
-    def _text(self, response: StoredResponse, last: TurnChunk) -> str:
-        sampling = session_pb2.Sampling.FromString(response.sampling)
-        output = self._core.codec.stream(sampling)
-        text = output.push(response.output, last.matched)
-        return text + output.finish(last.matched if isinstance(last.matched, str) else None)
 
     def _remember(self, response: StoredResponse, tenant: str) -> None:
         """Cache the history up to the response, so that the next one need not read it."""
         known, previous = self._histories, response.previous_response_id
         before = known.get((tenant, previous)) if previous is not None else []
         if response.conversation is None and before is not None:
-            self._histories[tenant, response.id] = [*before, *response.input, output_item(response)]
+            self._histories[tenant, response.id] = [*before, *response.input, *response.items]
             if len(self._histories) > MAX_HISTORIES:
                 self._histories.popitem(last=False)
 
@@ -270,33 +283,20 @@ class ResponseTurns:
             await anext(run.follow())
         return await self.get(response_id, tenant)
 
-    async def follow(self, response_id: str, tenant: str, start: int) -> AsyncGenerator[TurnChunk, None]:
-        """The output from token ``start`` on, whether this router runs it, another, or a lost one did."""
+    async def follow(self, response_id: str, tenant: str) -> AsyncGenerator[TurnChunk, None]:
+        """The output from its start on, whether this router runs it, another, or a lost one did."""
         while True:
             response = await self.get(response_id, tenant)
             if response.ended:
-                yield self._ended(response, start)
+                yield _ended(response)
                 return
             run = self._runs.get(response_id) or self._in_background(response, tenant, resumed=True)
             try:
-                async for chunk in self._shown_from(response, run.follow(), start):
+                async for chunk in run.follow():
                     yield chunk
                 return
             except (SessionBusy, TurnNotFound, SessionNotFound):
                 await asyncio.sleep(FOLLOW_POLL_S)  # until it begins, ends, or its router does
-
-    async def _shown_from(
-        self, response: StoredResponse, chunks: AsyncIterator[TurnChunk], start: int
-    ) -> AsyncIterator[TurnChunk]:
-        output = self._core.codec.stream(session_pb2.Sampling.FromString(response.sampling))
-        async for chunk in chunks:
-            seen = max(0, min(len(chunk.tokens), start - chunk.index))
-            output.push(chunk.tokens[:seen])
-            text, matched = output.push(chunk.tokens[seen:], chunk.matched), chunk.matched
-            if chunk.finish_reason:
-                text += output.finish(matched if isinstance(matched, str) else None)
-            if seen < len(chunk.tokens) or chunk.finish_reason:
-                yield replace(chunk, index=chunk.index + seen, tokens=chunk.tokens[seen:], text=text)
 
     async def _resume(self, response: StoredResponse, tenant: str) -> AsyncGenerator[TurnChunk, None]:
         """Resume a response's turn from a lost router."""
@@ -309,20 +309,6 @@ class ResponseTurns:
             if time.time() - response.created_at > self._core.config.token_timeout_s:
                 await self._fail(response, tenant, error)
             raise
-
-    def _ended(self, response: StoredResponse, start: int) -> TurnChunk:
-        output = self._core.codec.stream(session_pb2.Sampling.FromString(response.sampling))
-        output.push(response.output[:start])
-        shown = output.text
-        usage = response.usage or {}
-        return TurnChunk(
-            prompt_len=usage.get("input_tokens", 0),
-            cached_len=usage.get("input_tokens_details", {}).get("cached_tokens", 0),
-            index=min(start, len(response.output)),
-            tokens=response.output[start:],
-            text=response.text[len(shown) :],
-            finish_reason=response.finish or "abort",
-        )
 
     # ---- cancel, delete ---------------------------------------------------------------------------------
 
@@ -362,3 +348,14 @@ class ResponseTurns:
             tenant, f"ref/{response.session_id}/"
         ):
             await release_session(self._core, response.session_id, tenant)
+
+
+def _ended(response: StoredResponse) -> TurnChunk:
+    usage = response.usage or {}
+    return TurnChunk(
+        prompt_len=usage.get("input_tokens", 0),
+        cached_len=usage.get("input_tokens_details", {}).get("cached_tokens", 0),
+        tokens=response.output,
+        finish_reason=response.finish or "abort",
+        matched=response.matched,
+    )

@@ -12,7 +12,7 @@ from router.faces.http import Tenant, collect, event_stream, first_chunk, until_
 from router.faces.openai.generation import check_model
 from router.faces.openai.pages import page_of
 from router.faces.openai.response_body import ResponseBody
-from router.faces.openai.response_events import FIRST_DELTA, response_events, response_json
+from router.faces.openai.response_events import response_events, response_json
 from router.faces.openai.response_turns import ResponseTurns
 
 
@@ -29,7 +29,7 @@ def response_routes(core: RouterCore, responses: ResponseTurns) -> APIRouter:
             first = await until_disconnect(http, first_chunk(stream))
             if isinstance(first, Response):
                 return first
-            return event_stream(response_events(responses, response, tenant, with_first(first, stream), -1))
+            return event_stream(response_events(core, responses, response, tenant, with_first(first, stream), -1))
         if body.background:
             return response_json(response)
         result = await until_disconnect(http, collect(stream))
@@ -40,8 +40,8 @@ def response_routes(core: RouterCore, responses: ResponseTurns) -> APIRouter:
         if not stream:
             return response_json(await responses.settled(response_id, tenant))
         response = await responses.get(response_id, tenant)
-        chunks = responses.follow(response_id, tenant, max(0, starting_after - FIRST_DELTA + 1))
-        return event_stream(response_events(responses, response, tenant, chunks, starting_after))
+        chunks = responses.follow(response_id, tenant)
+        return event_stream(response_events(core, responses, response, tenant, chunks, starting_after))
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(tenant: Tenant, response_id: str) -> dict[str, Any]:
