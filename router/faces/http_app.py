@@ -14,6 +14,7 @@ from holdfast.errors import HoldfastError, InvalidRequest
 from router.core import RouterCore
 from router.faces.anthropic.answer import anthropic_error
 from router.faces.anthropic.messages import anthropic_routes
+from router.faces.docs_page import docs_routes
 from router.faces.fields import refuse_invalid_text
 from router.faces.http import LimitedBody, error_response, key_of, tenant_of
 from router.faces.openai.chat import chat_routes
@@ -48,6 +49,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     app.include_router(sglang_routes(core))
     app.include_router(info_routes(core))
     app.include_router(parsing_routes(core))
+    app.include_router(docs_routes())
     app.include_router(operator_routes(core, grpc_address))
     _answer_errors(app)
     return app

@@ -32,6 +32,13 @@ async def test_health_generate_needs_a_worker(http: httpx.AsyncClient, cluster: 
     assert (await http.get("/health_generate")).status_code == 503
 
 
+async def test_the_description_and_its_page(http: httpx.AsyncClient) -> None:
+    description = (await http.get("/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"} <= set(description["paths"])
+    page = await http.get("/docs")
+    assert page.status_code == 200 and "/openapi.json" in page.text and "https://" not in page.text
+
+
 async def test_tokens_and_texts(http: httpx.AsyncClient) -> None:
     text = "Return the list."
     one = (await http.post("/tokenize", json={"prompt": text})).json()

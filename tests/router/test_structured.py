@@ -61,6 +61,28 @@ async def test_a_corpus_of_schemas_in_one_batch(client: AsyncOpenAI) -> None:
     assert {answer.choices[0].message.content for answer in await asyncio.gather(*beside)} == {alone}
 
 
+async def test_many_schemas_across_a_lost_worker(cluster: Harness, client: AsyncOpenAI, long: bool) -> None:
+    """At temperature 1. Most of them are under way or wait when their worker is lost."""
+    seeds = range(200 if long else 50)
+    schemas = [schema(seed) for seed in seeds]
+    num_done = 0
+
+    async def ask(seed: int) -> str:
+        nonlocal num_done
+        text = await chat(client, response_format=strict(schemas[seed]), seed=seed)
+        num_done += 1
+        if num_done == len(seeds) // 4:
+            await cluster.lose_worker("w0")
+        return text
+
+    texts = await asyncio.gather(*map(ask, seeds))
+    assert num_done == len(seeds) and len(cluster.workers) == 1
+    for text, of in zip(texts, schemas, strict=True):
+        check(text, of)
+    for seed in seeds[::25]:
+        assert await chat(client, response_format=strict(schemas[seed]), seed=seed) == texts[seed]
+
+
 async def test_parse_of_the_official_client(client: AsyncOpenAI) -> None:
     class Person(BaseModel):
         age: int

@@ -117,8 +117,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def stop(self) -> None:
         if self._server is not None:
-            await self._server.stop(grace=0.2)
-            await asyncio.to_thread(self._metrics_server.shutdown)
+            # Side by side: each waits a while for its threads.
+            await asyncio.gather(self._server.stop(grace=0.2), asyncio.to_thread(self._metrics_server.shutdown))
             self._metrics_server.server_close()
         await asyncio.to_thread(self._leader.stop)
         await self._links.stop()
