@@ -8,6 +8,7 @@ import sys
 import click
 
 from cluster.cli.chaos import chaos
+from cluster.cli.chat import chat
 from cluster.cli.nodes import drain, join, restart
 from cluster.cli.serve import serve
 from cluster.cli.show import audit, sessions, status
@@ -19,7 +20,7 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, status, sessions, audit, drain, restart, join, chaos):
+for command in (serve, chat, status, sessions, audit, drain, restart, join, chaos):
     cli.add_command(command)
 
 
