@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from holdfast.errors import HoldfastError
+from router.faces.answer_reader import AnswerReader
 from router.faces.openai.chat_answer import call_id
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
@@ -40,18 +41,13 @@ class MessageAnswer:
     def __init__(
         self, codec: TextCodec, new_parser: Callable[[], Parser] | None, turn_id: str, model: str, *, thinks: bool
     ) -> None:
-        self._codec, self._model, self._turn_id, self._thinks = codec, model, turn_id, thinks
-        self._parser = new_parser() if new_parser is not None else None
+        self._model, self._turn_id, self._thinks = model, turn_id, thinks
+        self._reader = AnswerReader(codec, new_parser() if new_parser is not None else None)
         self._has_calls = False
 
     def parse(self, text: str, *, ended: bool) -> Delta:
         """What new text adds to the answer."""
-        if self._parser is None:
-            return Delta(text)
-        delta = self._parser.push(text)
-        if ended:
-            delta.add(self._parser.finish())
-        delta.text = self._codec.without_special(delta.text)
+        delta = self._reader.read(text, ended=ended)
         delta.reasoning = delta.reasoning if self._thinks else ""
         self._has_calls |= bool(delta.calls)
         return delta

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.v1 import session_pb2
+from router.faces.answer_reader import AnswerReader
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
@@ -38,7 +39,7 @@ class ChatChoice:
     """One choice, while it grows."""
 
     def __init__(self, codec: TextCodec, parser: Parser | None, turn_id: str, *, legacy: bool, short_ids: bool) -> None:
-        self._codec, self._parser, self._turn_id = codec, parser, turn_id
+        self._codec, self._reader, self._turn_id = codec, AnswerReader(codec, parser), turn_id
         self._legacy, self._short_ids = legacy, short_ids
         self._has_calls = False
         self._reasoning = ""
@@ -73,12 +74,7 @@ class ChatChoice:
         return {"index": 0, "delta": body, "logprobs": self._logprobs(chunk)} | self._finish(chunk)
 
     def _parse(self, text: str, *, ended: bool) -> Delta:
-        if self._parser is None:
-            return Delta(text)
-        delta = self._parser.push(text)
-        if ended:
-            delta.add(self._parser.finish())
-        delta.text = self._codec.without_special(delta.text)
+        delta = self._reader.read(text, ended=ended)
         self._reasoning += delta.reasoning
         self._has_calls |= bool(delta.calls)
         return delta

@@ -7,9 +7,9 @@ from typing import Any
 
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
+from router.faces.answer_reader import AnswerReader
 from router.faces.openai.response_items import Event, ResponseItems
 from router.faces.openai.stored_response import StoredResponse
-from router.formats.deltas import Delta
 
 
 class ResponseOutput:
@@ -20,11 +20,12 @@ class ResponseOutput:
         self._sampling = session_pb2.Sampling.FromString(response.sampling)
         self._text = core.codec.stream(self._sampling)
         self._items = ResponseItems(response.id)
-        self._is_parsed = self._sampling.show_special_tokens
-        if self._is_parsed:
+        parser = None
+        if self._sampling.show_special_tokens:
             # How any conversation's rendering ends says whether it has opened the reasoning.
             prompt = core.codec.render_chat([{"role": "user", "content": "x"}], None, response.template_variables)
-            self._parser = core.style.parser(prompt, calls=bool(response.tools), reasoning=True)
+            parser = core.style.parser(prompt, calls=bool(response.tools), reasoning=True)
+        self._reader = AnswerReader(core.codec, parser)
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -40,24 +41,13 @@ class ResponseOutput:
     def push(self, tokens: Sequence[int], matched: int | str | None = None) -> Iterator[Event]:
         """Read new tokens, one by one. ``matched``: what ended the output, if these end it with ``stop``."""
         for i, token in enumerate(tokens):
-            is_last = i == len(tokens) - 1
-            yield from self._items.push(self._parse(self._text.push([token], matched if is_last else None)))
+            text = self._text.push([token], matched if i == len(tokens) - 1 else None)
+            yield from self._items.push(self._reader.read(text, ended=False))
 
     def finish(self, finish: str, matched: int | str | None) -> Iterator[Event]:
         """The output has ended."""
         if matched is None and finish == "stop":
             matched = self._text.stopped_by
-        delta = self._parse(self._text.finish(matched if isinstance(matched, str) else None))
-        if self._is_parsed:
-            rest = self._parser.finish()
-            rest.text = self._codec.without_special(rest.text)
-            delta.add(rest)
-        yield from self._items.push(delta)
+        text = self._text.finish(matched if isinstance(matched, str) else None)
+        yield from self._items.push(self._reader.read(text, ended=True))
         yield from self._items.finish(complete=finish != "length")
-
-    def _parse(self, text: str) -> Delta:
-        if not self._is_parsed:
-            return Delta(text)
-        delta = self._parser.push(text)
-        delta.text = self._codec.without_special(delta.text)
-        return delta
