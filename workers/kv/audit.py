@@ -132,7 +132,8 @@ def _table_faults(slot: Slot, group: GroupTables, table: PageTable, size: int) -
     if group.resumable_len(table, slot.committed_len) != slot.committed_len:
         faults.append(f"the window before {slot.committed_len} is not held")
     if group.window and not slot.running:
-        most = (len(slot.resume_points()) + 1) * (-(-group.window // size) + 1)
+        num_points = len({*slot.turn_starts, *((slot.base_len,) if slot.turn_id is not None else ())})
+        most = (num_points + 1) * (-(-group.window // size) + 1)
         if len(held) > most:
             faults.append(f"idle with {len(held)} pages, at most {most} are needed")
     if table.digest != sum(hash((column, table.pages[column])) for column in columns):

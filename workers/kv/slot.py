@@ -70,9 +70,3 @@ class Slot:
     """The resume points whose windows the tables protect; None: not known."""
     turn_starts: tuple[int, ...] = ()
     """The lengths at which the last turns began, oldest first: regenerating a turn resumes there."""
-
-    def resume_points(self) -> tuple[int, ...]:
-        """The lengths, besides ``committed_len``, from which the session must be able to resume."""
-        if self.turn_id is None or self.base_len in self.turn_starts:
-            return self.turn_starts
-        return (*self.turn_starts, self.base_len)

@@ -122,7 +122,9 @@ class SlotStore:
 
         Where the points are the same there is nothing to do: ``commit`` has slid the windows already.
         """
-        points = slot.resume_points()
+        points = slot.turn_starts
+        if slot.turn_id is not None and slot.base_len not in points:
+            points = (*points, slot.base_len)
         if points == slot.protected_points:
             return 0
         slot.protected_points, num_freed = points, 0
