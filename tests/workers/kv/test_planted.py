@@ -18,18 +18,24 @@ from workers.kv.digest import StateDigest
 from workers.kv.page_table import PageTable, WindowTables
 from workers.kv.prefix import PrefixIndex
 from workers.kv.slot import Slot
+from workers.kv.slot_store import SlotStore
 
 MAX_EXAMPLES, CONTROL_EXAMPLES = 4000, 300
 """Far above what a bug takes (some hundreds at most), and what is played where there is none."""
 _slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
+_slide_slot = SlotStore._slide
 
 
 def _slide_early(self: WindowTables, table: PageTable, committed_len: int) -> int:
     return _slide(self, table, committed_len + 1)
 
 
-def _points_of_idle(self: Slot) -> tuple[int, ...]:
-    return self.turn_starts
+def _slide_as_if_idle(self: SlotStore, slot: Slot) -> int:
+    turn_id, slot.turn_id = slot.turn_id, None
+    try:
+        return _slide_slot(self, slot)
+    finally:
+        slot.turn_id = turn_id
 
 
 def _first_group_s_element(self: StateDigest, slot: Slot) -> int:
@@ -48,7 +54,7 @@ def _index_in_the_first_group(self: PrefixIndex, parent: Any, tokens: Any, table
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a window page is freed one token early": lambda: mock.patch.object(WindowTables, "slide", _slide_early),
     "the window before an abort's resume point is freed": lambda: mock.patch.object(
-        Slot, "resume_points", _points_of_idle
+        SlotStore, "_slide", _slide_as_if_idle
     ),
     "a prefix match is longer than the window held": lambda: mock.patch.object(
         PrefixIndex, "_windows", lambda self, tables: []
