@@ -34,6 +34,7 @@ LAYERS = {
     "router/faces": {"router/faces", "router/formats", "router/turns", "router/fleet", "router/journal"},
     "cluster/ray_backend": {"cluster/ray_backend"},
     "cluster/chaos": {"cluster/chaos"},
+    "cluster/bench": {"cluster/bench"},
 }
 
 

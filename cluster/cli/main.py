@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from cluster.cli.bench import bench
 from cluster.cli.chaos import chaos
 from cluster.cli.chat import chat
 from cluster.cli.nodes import drain, join, restart
@@ -20,7 +21,7 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, chat, status, sessions, audit, drain, restart, join, chaos):
+for command in (serve, chat, bench, status, sessions, audit, drain, restart, join, chaos):
     cli.add_command(command)
 
 
