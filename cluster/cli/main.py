@@ -13,6 +13,7 @@ from cluster.cli.chat import chat
 from cluster.cli.nodes import drain, join, restart
 from cluster.cli.serve import serve
 from cluster.cli.show import audit, sessions, status
+from cluster.cli.top import top
 from holdfast.errors import HoldfastError
 
 
@@ -21,7 +22,7 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, chat, bench, status, sessions, audit, drain, restart, join, chaos):
+for command in (serve, chat, bench, top, status, sessions, audit, drain, restart, join, chaos):
     cli.add_command(command)
 
 
