@@ -48,7 +48,8 @@ class AnswerStyle:
         self.reasoning_name = _known(
             "reasoning_parser", reasoning, REASONING, REASONING_ALIASES, detect_reasoning(chat_template)
         )
-        self.calls: CallFormat | None = CALLS.get(self.call_name)
+        # A template that shows no format leaves the choice to us; "none" is a choice.
+        self.calls: CallFormat | None = CALLS.get(self.call_name or "hermes")
         self._reasoning: ReasoningFormat | None = REASONING.get(self.reasoning_name)
         self._is_harmony = "gpt-oss" in (self.call_name, self.reasoning_name)
 
@@ -73,7 +74,7 @@ class AnswerStyle:
         form = self.calls
         if form is None:
             raise UnsupportedParameter(
-                "tools: this model's chat template shows no format of calls; set --tool-call-parser", "tools"
+                "tools: this model writes no calls; another --tool-call-parser than none lets it", "tools"
             )
         if form.arguments is not None and any(function.strict for function in functions):
             raise UnsupportedParameter(f"tools: strict is not supported by the {self.call_name} format", "tools")

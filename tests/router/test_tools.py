@@ -246,7 +246,17 @@ async def test_refusals(client: AsyncOpenAI, extra: dict[str, Any], param: str) 
     assert isinstance(refused.value.body, dict) and refused.value.body["param"].startswith(param), refused.value.body
 
 
-async def test_a_model_without_a_format_says_so(tmp_path: Path) -> None:
+async def test_a_model_whose_template_shows_no_format(tmp_path: Path) -> None:
     async with running(tmp_path) as plain, AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="none") as client:
-        with pytest.raises(openai.BadRequestError, match="set --tool-call-parser"):
-            await chat(client)
+        answer = await chat(client, tool_choice="required", parallel_tool_calls=False)
+        check_calls(answer.choices[0].message.tool_calls)
+        assert (await chat(client, max_tokens=5)).choices[0].message.content
+
+
+async def test_a_model_that_writes_no_calls(tmp_path: Path) -> None:
+    async with (
+        running(tmp_path, tool_call_parser="none") as plain,
+        AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="writes no calls"):
+            await chat(client, tool_choice="required")

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.errors import InvalidRequest
-from workers.engine.messages import Submission
+from holdfast.errors import HoldfastError, InvalidRequest
+from workers.engine.messages import Submission, TurnUpdate
+from workers.scheduling import Finish
 
 T = TypeVar("T")
 
@@ -38,21 +39,23 @@ class GrammarGate:
 
         compiled.add_done_callback(lambda _: self._put(done))
 
-    def too_late(self, submission: Submission) -> InvalidRequest:
-        """The error of a submission whose grammar took too long."""
-        grammar = submission.params.grammar
-        param = grammar.param if grammar is not None else None
-        return InvalidRequest(f"{param}: the grammar was not compiled within {self._timeout_s} s", param)
+    def end(self, which: Callable[[Submission], bool], reason: Finish | HoldfastError) -> dict[str, TurnUpdate]:
+        """End the waiting turns for which ``which`` holds. Returns their last updates by turn id."""
+        found = [turn_id for turn_id, waiting in self._waiting.items() if which(waiting.submission)]
+        return {turn_id: self._ended(turn_id, reason) for turn_id in found}
 
-    def remove(self, which: Callable[[Submission], bool]) -> list[Submission]:
-        """Remove the waiting submissions for which ``which`` holds."""
-        found = [waiting.submission for waiting in self._waiting.values() if which(waiting.submission)]
-        for submission in found:
-            del self._waiting[submission.turn_id]
-        return found
+    def end_overdue(self) -> dict[str, TurnUpdate]:
+        """End the turns whose grammars take too long. Returns their last updates by turn id."""
+        now, updates = time.monotonic(), {}
+        for turn_id, waiting in [item for item in self._waiting.items() if item[1].deadline <= now]:
+            grammar = waiting.submission.params.grammar
+            param = grammar.param if grammar is not None else None
+            message = f"{param}: the grammar was not compiled within {self._timeout_s} s"
+            updates[turn_id] = self._ended(turn_id, InvalidRequest(message, param))
+        return updates
 
-    def remove_overdue(self) -> list[Submission]:
-        """Remove the submissions whose grammars took too long."""
-        now = time.monotonic()
-        overdue = {turn_id for turn_id, waiting in self._waiting.items() if waiting.deadline <= now}
-        return self.remove(lambda submission: submission.turn_id in overdue) if overdue else []
+    def _ended(self, turn_id: str, reason: Finish | HoldfastError) -> TurnUpdate:
+        del self._waiting[turn_id]
+        if isinstance(reason, HoldfastError):
+            return TurnUpdate(turn_id, error=reason)
+        return TurnUpdate(turn_id, finish=reason)

@@ -106,7 +106,7 @@ class Leader:
 
     def step(self) -> None:
         """One iteration: plan -> write the log -> apply -> collect."""
-        self._end_waiting(self._gate.remove_overdue())
+        self._updates |= self._gate.end_overdue()
         step = self.scheduler.plan()
         batch = Batch.of(step.work)
         self._replication.write(batch)
@@ -197,7 +197,7 @@ class Leader:
         def preempt() -> None:
             for turn in list(self.scheduler.turns.values()):
                 self._end(turn, Outcome.ABORTED, error)
-            self._end_waiting(self._gate.remove(lambda submission: True), error)
+            self._updates |= self._gate.end(lambda submission: True, error)
             self._emit_updates()
 
         self._commands.put(preempt)
@@ -215,8 +215,7 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
-            waiting = self._gate.remove(lambda submission: submission.session_id == session_id)
-            self._end_waiting(waiting, Finish("abort", "released"))
+            self._updates |= self._gate.end(lambda s: s.session_id == session_id, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id)
             self.epochs.forget(session_id)
@@ -314,15 +313,6 @@ class Leader:
                 self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
         self._emit_updates()
 
-    def _end_waiting(self, waiting: list[Submission], reason: Finish | HoldfastError | None = None) -> None:
-        """End turns that wait for their grammars; without ``reason``, because that takes too long."""
-        for submission in waiting:
-            error = reason if isinstance(reason, HoldfastError) else self._gate.too_late(submission)
-            finish = reason if isinstance(reason, Finish) else None
-            self._updates[submission.turn_id] = TurnUpdate(
-                submission.turn_id, finish=finish, error=None if finish else error
-            )
-
     def _admit(self, submission: Submission, grammar: LLMatcher | None) -> Turn | None:
         """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
         if not submission.ephemeral:
@@ -383,7 +373,7 @@ class Leader:
         turn = self.scheduler.turns.get(turn_id)
         if turn is not None:
             self._end(turn, Outcome.ABORTED, Finish("abort"))
-        self._end_waiting(self._gate.remove(lambda submission: submission.turn_id == turn_id), Finish("abort"))
+        self._updates |= self._gate.end(lambda s: s.turn_id == turn_id, Finish("abort"))
         self._emit_updates()
 
     def _end(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:
