@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -160,3 +161,14 @@ def test_compiled_grammars_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatc
         grammars.compile(Grammar("regex", text, "field"))
     assert len(grammars._compiled) == 2
     grammars.close()
+
+
+def test_an_engine_without_the_library_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    engine = Engine()
+    engine.submit("runs", "r", prompt(2))
+    submit(engine, "refused", "s", prompt(1), params("regex", "a"))
+    engine.run()
+    error = engine.last("refused").error
+    assert isinstance(error, InvalidRequest) and "has no llguidance" in error.message
+    assert engine.last("runs").finish is not None

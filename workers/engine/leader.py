@@ -17,8 +17,6 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TypeVar
 
-from llguidance import LLMatcher
-
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.config import EngineConfig
@@ -33,6 +31,7 @@ from workers.engine.outputs import Outputs
 from workers.engine.rank import Rank, StepResult
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
+from workers.grammar.matcher import Matcher
 from workers.grammar.turns import TurnGrammars
 from workers.kv import Outcome
 from workers.kv.prefix import common_prefix_len
@@ -303,7 +302,7 @@ class Leader:
         else:
             self._gate.wait(submission, self._outputs.grammars.compile(grammar), self._submit_compiled)
 
-    def _submit_compiled(self, submission: Submission, grammar: Future[LLMatcher] | None) -> None:
+    def _submit_compiled(self, submission: Submission, grammar: Future[Matcher] | None) -> None:
         try:
             turn = self._admit(submission, grammar.result() if grammar is not None else None)
         except HoldfastError as error:
@@ -313,7 +312,7 @@ class Leader:
                 self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
         self._emit_updates()
 
-    def _admit(self, submission: Submission, grammar: LLMatcher | None) -> Turn | None:
+    def _admit(self, submission: Submission, grammar: Matcher | None) -> Turn | None:
         """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
         if not submission.ephemeral:
             self.epochs.check(submission.session_id, submission.epoch)

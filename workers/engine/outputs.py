@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from llguidance import LLMatcher
-
 from workers.engine.stop_strings import StopStrings
+from workers.grammar.matcher import Matcher
 from workers.grammar.turns import TurnGrammars
 from workers.scheduling import Finish, Turn
 
@@ -22,7 +21,7 @@ class Outputs:
         self._max_len = max_len
         self._stop_strings = StopStrings(tokenizer)
 
-    def begin(self, turn: Turn, grammar: LLMatcher | None) -> Finish | None:
+    def begin(self, turn: Turn, grammar: Matcher | None) -> Finish | None:
         """Follow a turn. Returns why it ended if a replay brings the whole output. Raises InvalidRequest."""
         if grammar is not None:
             self.grammars.begin(turn, grammar)

@@ -6,10 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from llguidance import LLMatcher
-
 from holdfast.errors import InvalidRequest
 from workers.grammar.compiler import GrammarCompiler
+from workers.grammar.matcher import Matcher
 from workers.scheduling import Grammar, Turn
 
 MAX_CACHED = 256
@@ -28,10 +27,10 @@ class TurnGrammars:
         self._compiler = compiler
         self._compiling = executor or ThreadPoolExecutor(NUM_THREADS, "holdfast-grammar")
         self._masking = executor or ThreadPoolExecutor(1, "holdfast-mask")
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._matchers: dict[str, LLMatcher] = {}
+        self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
+        self._matchers: dict[str, Matcher] = {}
 
-    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+    def compile(self, grammar: Grammar) -> Future[Matcher]:
         """The compiled grammar, from the cache if it is there. The future may raise InvalidRequest."""
         future = self._compiled.get(grammar)
         if future is None:
@@ -41,7 +40,7 @@ class TurnGrammars:
         self._compiled.move_to_end(grammar)
         return future
 
-    def begin(self, turn: Turn, compiled: LLMatcher) -> None:
+    def begin(self, turn: Turn, compiled: Matcher) -> None:
         """Follow a turn. After a failover it has output already. Raises InvalidRequest, as ``push`` does."""
         matcher = self._matchers[turn.turn_id] = compiled.deep_copy()
         for token in turn.tokens[turn.prompt_len :]:
@@ -75,7 +74,7 @@ class TurnGrammars:
         self._masking.shutdown(wait=False, cancel_futures=True)
 
 
-def _consume(matcher: LLMatcher, token: int, turn: Turn) -> None:
+def _consume(matcher: Matcher, token: int, turn: Turn) -> None:
     if matcher.is_stopped() and not matcher.is_error():
         return  # the end token
     if not matcher.consume_token(token):

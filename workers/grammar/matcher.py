@@ -1,0 +1,27 @@
+"""What the engine needs of a library of grammars."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Matcher(Protocol):
+    """Follows one output. The methods are llguidance's."""
+
+    def deep_copy(self) -> Matcher:
+        """Another matcher in the same state."""
+
+    def compute_bitmask(self) -> bytes:
+        """The tokens that may come next: a bit each, the lowest token first."""
+
+    def consume_token(self, sampled_token: int) -> bool:
+        """Take the next token. False: the matcher failed, and stays so."""
+
+    def is_stopped(self) -> bool:
+        """Whether no token but the end token can follow, or the matcher failed."""
+
+    def is_error(self) -> bool:
+        """Whether the matcher failed."""
+
+    def get_error(self) -> str:
+        """Why it failed."""
