@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -111,6 +111,10 @@ class Gateway:
         async with aclosing(self._run(turn, self._relay.chunks(turn, resume_from=start))) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do ``work`` whatever becomes of the caller, which a client that leaves may cancel; ``close`` waits for it."""
+        return self._background.start(work)
 
     async def close(self) -> None:
         """Wait until every turn that has ended is settled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -113,8 +114,33 @@ async def test_n_on_a_session(cluster: Harness, client: AsyncOpenAI, stream: boo
                 assert answer.usage.prompt_tokens_details.cached_tokens > 10
         assert texts[0] == alone.choices[0].message.content and len(set(texts)) > 1
         messages += [{"role": "assistant", "content": texts[0]}, *SAY]
-    sessions = await cluster.router.core.journal.list_sessions("")
-    assert [record.session_id for record, _, _ in sessions] == ["s"]
+    await only_session(cluster, "s")
+
+
+async def only_session(cluster: Harness, session_id: str) -> None:
+    """Wait until the forks are released."""
+    journal, deadline = cluster.router.core.journal, asyncio.get_running_loop().time() + 10
+    while [record.session_id for record, _, _ in await journal.list_sessions("")] != [session_id]:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_leaves_no_forks(cluster: Harness, client: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": SAY, "extra_headers": SESSION}
+    await client.chat.completions.create(max_tokens=8, **asked)
+    for num_chunks in (1, 5, 20):
+        stream = await client.chat.completions.create(
+            max_tokens=2000, n=3, stream=True, extra_body={"ignore_eos": True}, **asked
+        )
+        for _ in range(num_chunks):
+            await anext(stream)
+        await stream.close()
+        await only_session(cluster, "s")
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat.completions.create(
+            max_tokens=2000, n=3, extra_body={"ignore_eos": True}, timeout=0.5, **asked
+        )
+    await only_session(cluster, "s")
 
 
 async def test_a_special_token_stops(client: AsyncOpenAI) -> None:

@@ -54,13 +54,16 @@ async def generate_choices(
         for prepare in prompts
         for i in range(num_made)
     ]
-    forks = await _on_session(core, requests, session_id)
-    if body.stream:
-        return await _stream(core, http, body, answer, requests, forks)
+    forks: list[str] = []
     try:
+        await _on_session(core, requests, session_id, forks)
+        if body.stream:
+            return await _stream(core, http, body, answer, requests, forks)
         results = await until_disconnect(http, collect_all(core, requests))
-    finally:
-        await _release(core, tenant, forks)
+    except HoldfastError:
+        core.gateway.in_background(_release(core, tenant, forks))
+        raise
+    await core.gateway.in_background(_release(core, tenant, forks))
     if isinstance(results, Response):
         return results
     made = list(zip(requests, results, strict=True))
@@ -104,13 +107,9 @@ async def _stream(
     forks: Sequence[str],
 ) -> Any:
     chunks, tenant = side_by_side(core, requests), requests[0].tenant
-    try:
-        first = await until_disconnect(http, first_of(chunks))
-    except HoldfastError:
-        await _release(core, tenant, forks)
-        raise
+    first = await until_disconnect(http, first_of(chunks))
     if isinstance(first, Response):
-        await _release(core, tenant, forks)
+        core.gateway.in_background(_release(core, tenant, forks))
         return first
     usage = body.stream_options is not None and body.stream_options.include_usage
     choices = [answer.new_choice(request) for request in requests]
@@ -121,23 +120,21 @@ async def _stream(
             async for event in events:
                 yield event
         finally:
-            await _release(core, tenant, forks)
+            core.gateway.in_background(_release(core, tenant, forks))
 
     return event_stream(released())
 
 
-async def _on_session(core: RouterCore, requests: Sequence[TurnRequest], session_id: str) -> list[str]:
-    """Run the first turn on the session and the others on forks of it, as far as it exists. Returns the forks."""
+async def _on_session(core: RouterCore, requests: Sequence[TurnRequest], session_id: str, forks: list[str]) -> None:
+    """Run the first turn on the session and the others on forks of it, if it exists. Adds them to ``forks``."""
     if not session_id:
-        return []
+        return
     requests[0].session_id = session_id
-    forks = []
     for request in requests[1:]:
         with suppress(SessionNotFound):
             record = await core.control.fork(session_id, request.tenant, f"fork-{request.turn_id}", None)
             request.session_id = record.session_id
             forks.append(record.session_id)
-    return forks
 
 
 async def _release(core: RouterCore, tenant: str, forks: Sequence[str]) -> None:
