@@ -123,7 +123,7 @@ async def test_cancelled_call_ends_its_turn(stub: Stub, cluster: Harness) -> Non
     assert end.cached_tokens in (9, 10)
 
 
-@pytest.mark.parametrize("field", [{"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}, {"logprobs": 99}])
+@pytest.mark.parametrize("field", [{"temperature": -1}, {"top_p": 2}, {"max_tokens": -1}, {"logprobs": 99}])
 async def test_bad_sampling_is_named(stub: Stub, field: dict) -> None:
     request = pb.GenerateRequest(text="x", sampling=pb.Sampling(**field))
     with pytest.raises(grpc.aio.AioRpcError, match=next(iter(field))) as caught:
