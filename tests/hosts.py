@@ -57,7 +57,8 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
     """This machine's address on the bridge, and ``count`` hosts beside it."""
-    bridge, net = f"hf{os.getpid()}", "10.213.78"
+    # A net for each process: two test processes may have hosts at the same time.
+    bridge, net = f"hf{os.getpid()}", f"10.213.{os.getpid() % 251}"
     made = [Host(f"holdfast-{os.getpid()}-{i}", f"{net}.{10 + i}", f"hf{os.getpid()}-{i}") for i in range(count)]
     try:
         ip("link", "add", bridge, "type", "bridge")
