@@ -32,12 +32,6 @@ def save(name: str, figures: dict[str, Any]) -> None:
     print(text)
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` % of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
 @contextmanager
 def long_context_model(context_len: int) -> Iterator[Path]:
     """The bundled model with a longer context: only its speed matters here."""

@@ -11,8 +11,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.common import percentile, save
+from benchmarks.common import save
 from benchmarks.schemas import corpus
+from cluster.bench.report import percentile
 from workers.config import EngineConfig
 from workers.engine.leader import Leader
 from workers.engine.messages import Submission

@@ -21,7 +21,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.common import percentile, save
+from benchmarks.common import save
+from cluster.bench.report import percentile
 from holdfast.v1 import rank_pb2, worker_pb2, worker_pb2_grpc
 from workers.config import EngineConfig
 from workers.engine.messages import Submission

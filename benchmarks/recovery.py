@@ -22,7 +22,8 @@ from typing import Any
 import grpc
 import httpx
 
-from benchmarks.common import percentile, save, serving
+from benchmarks.common import save, serving
+from cluster.bench.report import percentile
 from cluster.ray_backend.cluster import Cluster
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc

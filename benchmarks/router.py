@@ -15,7 +15,8 @@ import grpc
 import httpx
 import psutil
 
-from benchmarks.common import percentile, save, serving
+from benchmarks.common import save, serving
+from cluster.bench.report import percentile
 from cluster.ray_backend.cluster import Cluster
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ class ResponseOutput:
         """Of the output so far."""
         texts = [item["content"][0]["text"] for item in self.items if item["type"] == "reasoning"]
         return sum(len(self._codec.encode(text, special=False)) for text in texts)
+
+    def read_all(self, response: StoredResponse) -> None:
+        """Read the output of a response that has ended, whose events were sent as they came."""
+        deque(self.push(response.output, response.matched), maxlen=0)
+        deque(self.finish(response.finish, response.matched), maxlen=0)
 
     def push(self, tokens: Sequence[int], matched: int | str | None = None) -> Iterator[Event]:
         """Read new tokens, one by one. ``matched``: what ended the output, if these end it with ``stop``."""

@@ -209,8 +209,7 @@ class ResponseTurns:
         response.status = {"stop": "completed", "length": "incomplete"}.get(last.finish_reason, "cancelled")
         response.finish, response.matched = last.finish_reason, last.matched
         output = ResponseOutput(self._core, response)
-        for _ in (*output.push(response.output, last.matched), *output.finish(last.finish_reason, last.matched)):
-            pass  # its events were sent as they came
+        output.read_all(response)
         response.items = output.items
         response.usage = {
             "input_tokens": last.prompt_len,
