@@ -35,10 +35,7 @@ def run_guarded(run: Callable[[], None], stop_timeout_s: float) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    guard = os.getpid()
-    child = os.fork()
-    if child == 0:
-        _run_child(run, guard)
+    child = _fork(run)
     num_signals = 0
 
     def forward(number: int, frame: object) -> None:
@@ -53,6 +50,7 @@ def run_guarded(run: Callable[[], None], stop_timeout_s: float) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = _wait_for(child)
     _end_descendants()
     code = os.waitstatus_to_exitcode(status)
@@ -60,11 +58,39 @@ def run_guarded(run: Callable[[], None], stop_timeout_s: float) -> int:
     return 0 if num_signals and code == -signal.SIGKILL else code if code >= 0 else 128 - code
 
 
-def _run_child(run: Callable[[], None], guard: int) -> None:
+def _fork(run: Callable[[], None]) -> int:
+    """Start ``run`` in a child process; returns its id, with ``FORWARDED`` blocked here, once it has its own session.
+
+    No signal is lost or seen twice: one that comes meanwhile waits here until it can be forwarded, and the
+    child forgets what reached it as a member of the group.
+    """
+    guard = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    apart, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(apart)
+        _leave_group(guard)
+        os.close(tell)
+        _run_child(run)
+    os.close(tell)
+    os.read(apart, 1)  # to its end: no process holds the other side any more
+    os.close(apart)
+    return child
+
+
+def _leave_group(guard: int) -> None:
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
+    for number in FORWARDED:
+        handler = signal.signal(number, signal.SIG_IGN)  # which drops a pending one
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+
+def _run_child(run: Callable[[], None]) -> None:
     code = 1
     try:
         run()

@@ -31,13 +31,16 @@ def run():
         time.sleep(0.01)
     {end}
 
+os.register_at_fork(after_in_parent=lambda: time.sleep({fork_s}))
 sys.exit(run_guarded(run, {stop_timeout_s}))
 """
 
 
 class Guarded:
-    def __init__(self, ignores: bool = False, end: str = "pass", stop_timeout_s: float = 60.0) -> None:
-        program = PROGRAM.format(ignores=ignores, end=end, stop_timeout_s=stop_timeout_s)
+    def __init__(
+        self, ignores: bool = False, end: str = "pass", stop_timeout_s: float = 60.0, fork_s: float = 0.0
+    ) -> None:
+        program = PROGRAM.format(ignores=ignores, end=end, stop_timeout_s=stop_timeout_s, fork_s=fork_s)
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -63,9 +66,10 @@ def running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("fork_s", [0.0, 0.5], ids=["", "while the guard still forks"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_group_signal_reaches_the_child_once_and_nothing_is_left(number: signal.Signals) -> None:
-    guarded = Guarded(end=f"assert stopped == [{number:d}], stopped")
+def test_a_group_signal_reaches_the_child_once_and_nothing_is_left(number: signal.Signals, fork_s: float) -> None:
+    guarded = Guarded(end=f"assert stopped == [{number:d}], stopped", fork_s=fork_s)
     guarded.signal_group(number)
     guarded.assert_ended(0)
 
