@@ -43,6 +43,9 @@ SessionHeader: TypeAlias = Annotated[Name, Header(alias="X-Session-ID")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0.0, le=MAX_REPETITION_PENALTY)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+ServiceTier: TypeAlias = Annotated[str, Field(max_length=MAX_NAME)]
+BACKGROUND_TIER = "flex"
+"""The ``service_tier`` whose requests yield to others. All other tiers are one."""
 LogitBias: TypeAlias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]], Field(max_length=MAX_BIASED_TOKENS)
 ]
@@ -105,6 +108,7 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         "max_tokens": not s.HasField("max_tokens") or s.max_tokens >= 0,
         "min_tokens": s.min_tokens >= 0,
         "stop": len(s.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP for stop in s.stop),
+        "stop_regex": len(s.stop_regex) <= MAX_STOPS and all(0 < len(regex) <= MAX_STOP for regex in s.stop_regex),
         "stop_token_ids": len(s.stop_token_ids) <= MAX_STOP_TOKENS and min(s.stop_token_ids, default=0) >= 0,
         "logprob_token_ids": len(s.logprob_token_ids) <= MAX_WANTED_TOKENS and min(s.logprob_token_ids, default=0) >= 0,
         "logit_bias": len(s.logit_bias) <= MAX_BIASED_TOKENS

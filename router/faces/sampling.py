@@ -20,12 +20,12 @@ class SamplingFields(BaseModel):
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: LogitBias | None = None
     stop: Stops | None = None
+    stop_regex: Stops | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool = False
 
     def sampling_message(self, **others: Any) -> session_pb2.Sampling:
         """The message, with those fields that the APIs name differently in ``others``."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return session_pb2.Sampling(
             temperature=self.temperature,
             top_k=max(0, self.top_k),
@@ -35,8 +35,13 @@ class SamplingFields(BaseModel):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or {},
-            stop=[stop for stop in stops if stop],
+            stop=_listed(self.stop),
+            stop_regex=_listed(self.stop_regex),
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=self.ignore_eos,
             **others,
         )
+
+
+def _listed(stops: Stops | None) -> list[str]:
+    return [stop for stop in ([stops] if isinstance(stops, str) else stops or []) if stop]

@@ -149,6 +149,16 @@ class WorkerLink:
         """End the worker. The supervisor starts its next incarnation."""
         await self._call(self._stub.Stop, worker_pb2.StopRequest(), timeout_s)
 
+    async def pause(self, mode: int, timeout_s: float) -> None:
+        """Have the worker compute nothing until ``go_on``; ``mode``: what becomes of its turns."""
+        request = worker_pb2.PauseRequest(paused=True, mode=worker_pb2.PauseMode.Name(mode))
+        await self._call(self._stub.Pause, request, timeout_s)
+        self.stats.paused = True
+
+    async def go_on(self, timeout_s: float) -> None:
+        """End a pause."""
+        await self._call(self._stub.Pause, worker_pb2.PauseRequest(paused=False), timeout_s)
+
     async def flush(self, timeout_s: float) -> int:
         return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
 

@@ -65,7 +65,7 @@ class Gateway:
         Raises every HoldfastError that a client can get, most of them before the first chunk.
         """
         self._codec.resolve_stops(request.sampling)
-        self._live.refuse_full(request.tenant)
+        self._live.refuse_full(request.tenant, background=request.sampling.background)
         if request.turn_id in self._live:
             raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")
         self._live.count(request.tenant)

@@ -22,13 +22,13 @@ class LiveTurns:
         self.closing = False
         """The router is stopping: turns that do not end in time are left for another router to resume."""
 
-    def refuse_full(self, tenant: str) -> None:
-        """Raises QueueFull if the router or the tenant has reached its limit."""
-        total = self._num_by_tenant.total()
-        if total >= self._config.max_live_turns:
+    def refuse_full(self, tenant: str, *, background: bool = False) -> None:
+        """Raises QueueFull if the router or the tenant has reached its limit; background turns have half of each."""
+        total, share = self._num_by_tenant.total(), 2 if background else 1
+        if total >= self._config.max_live_turns // share:
             self._metrics.rejected.inc()
             raise QueueFull(f"{total} turns are running or waiting on this router; retry later")
-        if self._num_by_tenant[tenant] >= self._config.tenant_turns:
+        if self._num_by_tenant[tenant] >= self._config.tenant_turns // share:
             self._metrics.rejected.inc()
             raise QueueFull(f"{self._num_by_tenant[tenant]} of your turns are running or waiting; retry later")
 

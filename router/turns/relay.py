@@ -60,7 +60,7 @@ class Relay:
             if turn.abort_requested:
                 yield TurnChunk(turn.prompt_len, turn.cached_len or 0, finish_reason="abort")
                 return
-            update = await self._next_update(inbox, started)
+            update = await self._next_update(turn, inbox, started)
             if update is None or update.needs_history or update.error_code:
                 if not turn.abort_requested:
                     inbox = await self._recover(turn, update)
@@ -105,15 +105,18 @@ class Relay:
 
         await self._sessions.up_to_date(session, begin, queue=turn.request.queue)
 
-    async def _next_update(self, inbox: TurnInbox, started: float) -> worker_pb2.TurnUpdate | None:
-        left_s = started + self._config.turn_deadline_s - time.monotonic()
-        try:
-            async with asyncio.timeout(min(self._config.token_timeout_s, max(0.0, left_s))):
-                return await inbox.get()
-        except TimeoutError:
-            if left_s <= self._config.token_timeout_s:
-                raise DeadlineExceeded(f"the turn was not done within {self._config.turn_deadline_s} s") from None
-            raise DeadlineExceeded(f"no token arrived within {self._config.token_timeout_s} s") from None
+    async def _next_update(self, turn: LiveTurn, inbox: TurnInbox, started: float) -> worker_pb2.TurnUpdate | None:
+        while True:
+            left_s = started + self._config.turn_deadline_s - time.monotonic()
+            try:
+                async with asyncio.timeout(min(self._config.token_timeout_s, max(0.0, left_s))):
+                    return await inbox.get()
+            except TimeoutError:
+                if left_s <= self._config.token_timeout_s:
+                    raise DeadlineExceeded(f"the turn was not done within {self._config.turn_deadline_s} s") from None
+                # A turn that yields, or whose worker is paused, waits for as long as it takes.
+                if not (turn.request.sampling.background or turn.worker.stats.paused):
+                    raise DeadlineExceeded(f"no token arrived within {self._config.token_timeout_s} s") from None
 
     async def _recover(self, turn: LiveTurn, update: worker_pb2.TurnUpdate | None) -> TurnInbox:
         """Submit the turn again, to the same worker or another. ``update``: None if the worker was lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.harness import Harness
+from workers.scheduling import Turn
 
 MODEL, PROMPT = "holdfast-tiny", "Return the sorted"
 SAY: Any = [{"role": "user", "content": "What does list.sort do?"}]
@@ -201,7 +203,7 @@ async def test_fields_that_change_nothing_are_accepted(client: AsyncOpenAI) -> N
     ("extra", "param"),
     [
         ({"suffix": "x"}, "suffix"),
-        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"stop_regex": "^a+"}, "stop_regex"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"best_of": 0}, "best_of"),
@@ -217,3 +219,28 @@ async def test_refusals(client: AsyncOpenAI, extra: dict[str, Any], param: str) 
     with pytest.raises(openai.BadRequestError) as refused:
         await complete(client, extra_body=extra, extra_headers=headers)
     assert isinstance(refused.value.body, dict) and refused.value.body["param"] == param, refused.value.body
+
+
+async def test_a_stop_pattern_ends_the_text_and_is_named(client: AsyncOpenAI) -> None:
+    free = await complete(client, max_tokens=40, seed=1)
+    pattern = "[a-z]{3} |[()]"
+    answer = await complete(client, max_tokens=40, seed=1, extra_body={"stop_regex": pattern})
+    text = answer.choices[0].text
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].matched_stop == pattern
+    assert free.choices[0].text.startswith(text) and re.search(pattern, text)
+
+
+async def test_the_flex_tier_runs_in_the_background(client: AsyncOpenAI, cluster: Harness) -> None:
+    chosen: list[bool] = []
+    for worker in cluster.workers.values():
+        submit = worker._leader.scheduler.submit
+
+        def noted(turn: Turn, submit: Any = submit) -> None:
+            chosen.append(turn.params.background)
+            submit(turn)
+
+        worker._leader.scheduler.submit = noted  # type: ignore[method-assign]
+    for tier in ("flex", "default"):
+        await client.chat.completions.create(model=MODEL, messages=SAY, max_tokens=2, service_tier=tier)
+    await client.responses.create(model=MODEL, input="hi", max_output_tokens=2, service_tier="flex")
+    assert chosen == [True, False, True]

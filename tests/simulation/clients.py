@@ -378,6 +378,7 @@ class _Turn:
 
     def sampling(self) -> session_pb2.Sampling:
         sampling = session_pb2.Sampling(temperature=1.0, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True)
+        sampling.background = self.seed % 5 == 0
         if self.in_grammar:
             sampling.grammar.CopyFrom(session_pb2.Grammar(regex=GRAMMAR))
         return sampling

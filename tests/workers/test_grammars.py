@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_turn_that_waits_for_its_grammar_can_be_ended() -> None:
     engine.leader.abort("aborted")
     engine.leader.release_session("session of released", 1)
     engine.commands()
-    engine.leader.preempt_all(NoWorkerAvailable("drains"))
+    engine.leader.end_all(NoWorkerAvailable("drains"))
     engine.commands()
     assert given.grammar is not None
     slowly.finish(given.grammar)
@@ -172,3 +173,62 @@ def test_an_engine_without_the_library_serves_all_else(monkeypatch: pytest.Monke
     error = engine.last("refused").error
     assert isinstance(error, InvalidRequest) and "has no llguidance" in error.message
     assert engine.last("runs").finish is not None
+
+
+STOPPING = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+
+
+def stopped_by(engine: Engine, patterns: tuple[str, ...], **given: Any) -> tuple[str, Any]:
+    turn_id = f"stopped-{len(engine.updates)}"
+    chosen = replace(STOPPING, stop_regexes=patterns, **given)
+    engine.leader._outputs.compile(chosen).exception(timeout=60)  # type: ignore[union-attr]
+    engine.submit(turn_id, turn_id, prompt(1), chosen)
+    engine.run()
+    return text_of(engine, turn_id), engine.last(turn_id).finish
+
+
+def test_a_pattern_ends_the_output_at_its_first_match() -> None:
+    engine = Engine()
+    engine.submit("free", "free", prompt(1), STOPPING)
+    engine.run()
+    free = text_of(engine, "free")
+    found = re.search("[a-z]{4} ", free)
+    assert found is not None and found.end() < len(free) - 20
+    text, finish = stopped_by(engine, ("qqqq", "[a-z]{4} "))
+    assert finish == ("stop", "[a-z]{4} ") and free.startswith(text)
+    assert re.search("[a-z]{4} ", text) and not re.search("[a-z]{4} ", text[: found.end() - 1])
+    late, finish = stopped_by(engine, ("[a-z]{4} ",), min_tokens=30)
+    assert len(late) > len(text) and free.startswith(late) and finish == ("stop", "[a-z]{4} ")
+    assert stopped_by(engine, ("qqqq",)) == (free, ("length", None))
+
+
+def test_a_replay_continues_the_search_for_a_pattern() -> None:
+    engine = Engine()
+    text, _ = stopped_by(engine, ("[a-z]{4} ",))
+    output = engine.output("stopped-0")
+    for shown in range(1, len(output) + 1):
+        chosen = replace(STOPPING, stop_regexes=("[a-z]{4} ",))
+        turn_id = f"replay-{shown}"
+        engine.submit(turn_id, turn_id, prompt(1) + output[:shown], chosen, prompt_len=len(prompt(1)))
+        engine.leader._outputs.compile(chosen).exception(timeout=60)  # type: ignore[union-attr]
+        engine.commands()
+        engine.run()
+        assert output[:shown] + (engine.output(turn_id) if shown < len(output) else []) == output
+        assert engine.last(turn_id).finish == ("stop", "[a-z]{4} ")
+    assert text
+
+
+@pytest.mark.parametrize("pattern", ["a(", "^a", r"\bword", "(?=a)b"])
+def test_a_pattern_that_cannot_be_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match="stop_regex") as refused:
+        COMPILER.compile_stops((pattern,))
+    assert refused.value.param == "stop_regex"
+
+
+def test_a_pattern_that_becomes_too_complex_ends_its_turn_alone() -> None:
+    engine = Engine()
+    engine.submit("neighbour", "n", prompt(2))
+    _, finish = stopped_by(engine, (r"([\s\S]{999}){999}",), max_tokens=1500)
+    error = engine.last("stopped-0").error
+    assert finish is None and isinstance(error, InvalidRequest) and error.param == "stop_regex"
+    assert engine.last("neighbour").finish == ("length", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ ARRIVALS = st.lists(
         st.integers(1, 12),  # output tokens
         st.integers(0, 6),  # steps until the next arrival
         st.booleans(),  # aborted on the way
+        st.booleans(),  # in the background
     ),
     max_size=20,
 )
@@ -47,12 +49,19 @@ class Played:
                     self.scheduler.finish(work.turn, Outcome.COMPLETED)
         report = self.cache.audit()
         assert report.ok, report
+        self.check_background()
         return step
+
+    def check_background(self) -> None:
+        """No turn waits for pages that a background turn holds."""
+        waits = any(not turn.params.background for turn in self.scheduler.waiting)
+        if waits and self.scheduler._head_is_blocked:
+            assert not any(turn.params.background for turn in self.scheduler.running.values())
 
 
 @settings(max_examples=150, deadline=None)
 @example(
-    arrivals=[(0, 39, 12, 0, False)], page_size=1, tokens=48, step_tokens=4, windows=()
+    arrivals=[(0, 39, 12, 0, False, False)], page_size=1, tokens=48, step_tokens=4, windows=()
 )  # ends where the pool does
 @given(
     arrivals=ARRIVALS,
@@ -66,8 +75,8 @@ def test_every_turn_ends_and_no_page_is_lost(
 ) -> None:
     played = Played(page_size, -(-tokens // page_size) + 1, step_tokens, windows)
     scheduler, ended = played.scheduler, 0
-    for number, (session, size, output, pause, aborted) in enumerate(arrivals):
-        params = SamplingParams(max_tokens=output)
+    for number, (session, size, output, pause, aborted, background) in enumerate(arrivals):
+        params = SamplingParams(max_tokens=output, background=background)
         turn = Turn(f"t{number}", f"s{session}", "", new_tokens([session] * size), size, 0, params)
         try:
             scheduler.submit(turn)
@@ -118,3 +127,66 @@ def test_many_turns_of_one_tenant_do_not_hold_up_another() -> None:
     while "b" not in played.scheduler.running:
         played.step()
     assert "a4" in {turn.turn_id for turn in played.scheduler.waiting}, "the newcomer of the other tenant came first"
+
+
+def submitted(played: Played, turn_id: str, num_tokens: int = 4, *, background: bool = False, output: int = 8) -> Turn:
+    params = SamplingParams(max_tokens=output, background=background)
+    turn = Turn(turn_id, turn_id, "", new_tokens([1] * num_tokens), num_tokens, 0, params)
+    played.scheduler.submit(turn)
+    return turn
+
+
+def test_a_background_turn_gives_up_its_place_and_its_pages() -> None:
+    played = Played(4, 18, 40)
+    running = played.scheduler.running
+    for number in range(4):
+        submitted(played, f"b{number}", background=True)
+        played.step()
+    assert list(running) == ["b0", "b1", "b2", "b3"]
+    submitted(played, "first")
+    played.step()
+    assert set(running) == {"b0", "b1", "b2", "first"}, "the batch was full, and the youngest left"
+    submitted(played, "long", 60, output=2)
+    played.step()
+    assert set(running) == {"first", "long"}, "the pool was full"
+    while played.scheduler.turns:
+        played.step()
+    assert played.scheduler.num_retracted >= 4
+
+
+def test_background_turns_are_admitted_last_and_may_fill_half_of_the_queue() -> None:
+    played = Played(4, 64, 8)
+    for number in range(3):
+        submitted(played, f"b{number}", background=True)
+    with pytest.raises(QueueFull):
+        submitted(played, "b3", background=True)
+    for number in range(3):
+        submitted(played, f"t{number}")
+    played.step()
+    assert {"t0", "t1"} <= set(played.scheduler.running) and not {"b0", "b1"} & set(played.scheduler.running)
+
+
+def test_the_prefill_of_a_background_turn_takes_what_others_leave() -> None:
+    played = Played(4, 64, 8)
+    submitted(played, "b", 40, background=True)
+    played.step()
+    submitted(played, "t", 40)
+    played.step()
+    step = played.step()
+    assert {work.turn.turn_id: work.count for work in step.work} == {"t": 8}
+
+
+def test_a_paused_scheduler_computes_nothing_and_keeps_its_turns() -> None:
+    played = Played(4, 64, 40)
+    turns = [submitted(played, f"t{number}") for number in range(2)]
+    played.step()
+    played.scheduler.paused = True
+    assert not played.step().work and not played.scheduler.has_work and len(played.scheduler.running) == 2
+    played.scheduler.retract_all()
+    assert list(played.scheduler.waiting) == turns and not played.scheduler.running
+    played.cache.flush()
+    assert played.cache.num_free() == [64], "what they computed may be dropped"
+    played.scheduler.paused = False
+    while played.scheduler.turns:
+        played.step()
+    assert [turn.num_output for turn in turns] == [8, 8]

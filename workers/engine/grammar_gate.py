@@ -1,4 +1,4 @@
-"""Turns that wait for their grammars to be compiled, before the scheduler knows them."""
+"""Turns that wait for their grammars or stop patterns to be compiled, before the scheduler knows them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from workers.engine.messages import Submission, TurnUpdate
+from workers.grammar.stop_patterns import PARAM
 from workers.scheduling import Finish
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class GrammarGate:
         now, updates = time.monotonic(), {}
         for turn_id, waiting in [item for item in self._waiting.items() if item[1].deadline <= now]:
             grammar = waiting.submission.params.grammar
-            param = grammar.param if grammar is not None else None
-            message = f"{param}: the grammar was not compiled within {self._timeout_s} s"
+            param = grammar.param if grammar is not None else PARAM
+            message = f"{param}: was not compiled within {self._timeout_s} s"
             updates[turn_id] = self._ended(turn_id, InvalidRequest(message, param))
         return updates
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import rank_pb2, worker_pb2
@@ -32,6 +32,7 @@ from workers.engine.rank import Rank, StepResult
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
 from workers.grammar.matcher import Matcher
+from workers.grammar.stop_patterns import StopPatterns
 from workers.grammar.turns import TurnGrammars
 from workers.kv import Outcome
 from workers.kv.prefix import common_prefix_len
@@ -119,7 +120,7 @@ class Leader:
 
     def _run_commands(self) -> bool:
         """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
-        idle = not self.scheduler.turns
+        idle = not self.scheduler.has_work
         while True:
             try:
                 command = self._commands.get(timeout=IDLE_WAIT_S) if idle else self._commands.get_nowait()
@@ -190,16 +191,16 @@ class Leader:
         """End a turn and return its session to its last good turn. An unknown turn is ignored."""
         self._commands.put(partial(self._abort, turn_id))
 
-    def preempt_all(self, error: HoldfastError) -> None:
-        """End every turn, running or waiting, with ``error``; the sessions return to their last good turns."""
+    def end_all(self, reason: Finish | HoldfastError) -> None:
+        """End every turn, running or waiting; the sessions return to their last good turns."""
 
-        def preempt() -> None:
+        def end() -> None:
             for turn in list(self.scheduler.turns.values()):
-                self._end(turn, Outcome.ABORTED, error)
-            self._updates |= self._gate.end(lambda submission: True, error)
+                self._end(turn, Outcome.ABORTED, reason)
+            self._updates |= self._gate.end(lambda submission: True, reason)
             self._emit_updates()
 
-        self._commands.put(preempt)
+        self._commands.put(end)
 
     def release_session(
         self, session_id: str, epoch: int, *, after_turn: bool = False
@@ -296,15 +297,15 @@ class Leader:
     # ---- commands, in the loop's thread -----------------------------------------------------------
 
     def _submit(self, submission: Submission) -> None:
-        grammar = submission.params.grammar
-        if grammar is None:
+        compiled = self._outputs.compile(submission.params)
+        if compiled is None:
             self._submit_compiled(submission, None)
         else:
-            self._gate.wait(submission, self._outputs.grammars.compile(grammar), self._submit_compiled)
+            self._gate.wait(submission, compiled, self._submit_compiled)
 
-    def _submit_compiled(self, submission: Submission, grammar: Future[Matcher] | None) -> None:
+    def _submit_compiled(self, submission: Submission, compiled: Future[Any] | None) -> None:
         try:
-            turn = self._admit(submission, grammar.result() if grammar is not None else None)
+            turn = self._admit(submission, compiled.result() if compiled is not None else None)
         except HoldfastError as error:
             self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, error=error)
         else:
@@ -312,7 +313,7 @@ class Leader:
                 self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
         self._emit_updates()
 
-    def _admit(self, submission: Submission, grammar: Matcher | None) -> Turn | None:
+    def _admit(self, submission: Submission, compiled: Matcher | StopPatterns | None) -> Turn | None:
         """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
         if not submission.ephemeral:
             self.epochs.check(submission.session_id, submission.epoch)
@@ -334,7 +335,7 @@ class Leader:
             ephemeral=submission.ephemeral,
         )
         try:
-            finish = self._outputs.begin(turn, grammar)
+            finish = self._outputs.begin(turn, compiled)
             if finish is None:
                 self.scheduler.submit(turn)
         except HoldfastError:

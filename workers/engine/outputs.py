@@ -6,31 +6,43 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from workers.engine.stop_strings import StopStrings
+from workers.engine.stops import Stops
 from workers.grammar.matcher import Matcher
+from workers.grammar.stop_patterns import StopPatterns
 from workers.grammar.turns import TurnGrammars
-from workers.scheduling import Finish, Turn
+from workers.scheduling import Finish, SamplingParams, Turn
 
 
 class Outputs:
-    """Follows each live turn's grammar and stop strings. ``max_len``: of a whole sequence, in tokens."""
+    """Follows each live turn's grammar and stops. ``max_len``: of a whole sequence, in tokens."""
 
     def __init__(self, tokenizer: Path, eos_token_ids: Collection[int], max_len: int, grammars: TurnGrammars) -> None:
         self.grammars = grammars
         self._eos = frozenset(eos_token_ids)
         self._max_len = max_len
-        self._stop_strings = StopStrings(tokenizer)
+        self._stops = Stops(tokenizer)
 
-    def begin(self, turn: Turn, grammar: Matcher | None) -> Finish | None:
+    def compile(self, params: SamplingParams) -> Future[Matcher] | Future[StopPatterns] | None:
+        """What ``begin`` needs of a turn with a grammar, or with stop patterns. The future may raise InvalidRequest."""
+        if params.grammar is not None:
+            return self.grammars.compile(params.grammar)
+        return self.grammars.compile_stops(params.stop_regexes) if params.stop_regexes else None
+
+    def begin(self, turn: Turn, compiled: Matcher | StopPatterns | None) -> Finish | None:
         """Follow a turn. Returns why it ended if a replay brings the whole output. Raises InvalidRequest."""
-        if grammar is not None:
-            self.grammars.begin(turn, grammar)
-        return self._finish(turn) if turn.num_output else None
+        patterns = compiled if isinstance(compiled, StopPatterns) else None
+        if compiled is not None and not isinstance(compiled, StopPatterns):
+            self.grammars.begin(turn, compiled)
+        self._stops.begin(turn, patterns)
+        return self._finish(turn, turn.num_output) if turn.num_output else None
 
     def push(self, turn: Turn) -> Finish | None:
-        """Why the turn's last token, a new one, ends it, if it does. Raises InvalidRequest: see ``TurnGrammars``."""
+        """Why the turn's last token, a new one, ends it, if it does.
+
+        Raises InvalidRequest if its grammar or a pattern becomes too complex to follow.
+        """
         self.grammars.push(turn)
-        return self._finish(turn)
+        return self._finish(turn, 1)
 
     def masks(self, turns: Sequence[Turn]) -> Future[dict[str, bytes]] | None:
         """See ``TurnGrammars.masks``."""
@@ -38,11 +50,11 @@ class Outputs:
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
-        self._stop_strings.forget(turn)
+        self._stops.forget(turn)
         self.grammars.forget(turn)
 
-    def _finish(self, turn: Turn) -> Finish | None:
+    def _finish(self, turn: Turn, num_new: int) -> Finish | None:
         finish = turn.finish_by_token(turn.tokens[-1], self._eos, self._max_len)
         if finish is None and not self._eos and self.grammars.complete(turn):
             return Finish("stop")  # the model has no token that says so
-        return finish or self._stop_strings.look(turn)
+        return finish or self._stops.look(turn, num_new)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from holdfast.errors import InvalidRequest
 from workers.grammar.matcher import Matcher
 from workers.grammar.schema_errors import failing_part
+from workers.grammar.stop_patterns import PARAM, StopPatterns, lark_of_pattern
 from workers.grammar.structural_tag import lark_of
 from workers.scheduling import Grammar
 
@@ -53,6 +54,22 @@ class GrammarCompiler:
     def _special_tokens(self) -> dict[str, int]:
         added = Tokenizer.from_file(str(self._path)).get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def _bytes(self) -> Any:
+        """A vocabulary whose tokens are the bytes."""
+        return importlib.import_module("llguidance").LLTokenizer("byte")
+
+    def compile_stops(self, patterns: tuple[str, ...]) -> StopPatterns:
+        """A turn's stop patterns at their start; turns use copies. Raises InvalidRequest."""
+        matchers: list[Matcher] = []
+        for pattern in patterns:
+            source = self._library.grammar_from_lark(lark_of_pattern(pattern))
+            matcher: Matcher = self._library(self._bytes, source, log_level=0)
+            if matcher.is_error():
+                raise InvalidRequest(f"{PARAM}: {pattern!r}: {_brief(matcher.get_error())}", PARAM)
+            matchers.append(matcher)
+        return StopPatterns(patterns, matchers)
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at its start; turns use copies of it. Raises InvalidRequest, which names the failing part."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from holdfast.errors import InvalidRequest
 from workers.grammar.compiler import GrammarCompiler
 from workers.grammar.matcher import Matcher
+from workers.grammar.stop_patterns import StopPatterns
 from workers.scheduling import Grammar, Turn
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 MAX_CACHED = 256
 """Compiled grammars: agents send the same few with each request."""
@@ -27,17 +32,24 @@ class TurnGrammars:
         self._compiler = compiler
         self._compiling = executor or ThreadPoolExecutor(NUM_THREADS, "holdfast-grammar")
         self._masking = executor or ThreadPoolExecutor(1, "holdfast-mask")
-        self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
+        self._compiled: OrderedDict[Hashable, Future[Any]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
 
     def compile(self, grammar: Grammar) -> Future[Matcher]:
         """The compiled grammar, from the cache if it is there. The future may raise InvalidRequest."""
-        future = self._compiled.get(grammar)
+        return self._cached(grammar, self._compiler.compile)
+
+    def compile_stops(self, patterns: tuple[str, ...]) -> Future[StopPatterns]:
+        """As ``compile``."""
+        return self._cached(patterns, self._compiler.compile_stops)
+
+    def _cached(self, source: K, compile: Callable[[K], T]) -> Future[T]:
+        future: Future[T] | None = self._compiled.get(source)
         if future is None:
-            future = self._compiled[grammar] = self._compiling.submit(self._compiler.compile, grammar)
+            future = self._compiled[source] = self._compiling.submit(compile, source)
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+        self._compiled.move_to_end(source)
         return future
 
     def begin(self, turn: Turn, compiled: Matcher) -> None:

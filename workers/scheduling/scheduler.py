@@ -3,7 +3,8 @@
 Each step mixes one token of every decoding turn with chunks of prompts, within a token budget (chunked
 prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole prompt. When a decode
 finds no free page, the cache evicts idle slots; if there are none, the youngest turn is retracted: it
-keeps its tokens, leaves the batch, and resumes when there is room.
+keeps its tokens, leaves the batch, and resumes when there is room. Background turns run on what the others
+leave: they are admitted last, and retracted first, also for a turn that waits.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class Scheduler:
         self.running: dict[str, Turn] = {}
         self.turns: dict[str, Turn] = {}
         self.num_retracted = 0
+        self.paused = False
+        """Plans compute nothing, and turns wait."""
         self._busy: dict[str, str] = {}
         self._arrivals = 0
         self._head_is_blocked = False
@@ -78,24 +81,40 @@ class Scheduler:
             )
         if turn.session_id in self._busy:
             raise SessionBusy(f"session {turn.session_id} already has an active request; wait or abort it")
-        if len(self.waiting) >= self.limits.max_waiting:
+        if len(self.waiting) >= self.limits.max_waiting // (2 if turn.params.background else 1):
             raise QueueFull(f"{len(self.waiting)} turns are waiting on this worker; retry later")
         self._arrivals += 1
         turn.arrival = self._arrivals
         self._busy[turn.session_id] = turn.turn_id
         self.turns[turn.turn_id] = turn
         self.waiting.append(turn)
+        if not turn.params.background:
+            self._head_is_blocked = False  # by a background turn, perhaps
 
     def plan(self) -> Step:
         """Plan the next step. Pages for all of its work are held when this returns."""
         work: dict[str, Work] = {}
+        if not self.paused:
+            self._plan_work(work)
+        return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
+
+    def _plan_work(self, work: dict[str, Work]) -> None:
         self._plan_decodes(work)
         budget = max(0, self.limits.step_tokens - len(work))
         # New turns share the budget with running prefills, so that none waits for a long prompt to end.
         num_prefills = len(self.running) - len(work)
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
         self._plan_prefills(work, budget)
-        return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
+
+    def retract_all(self) -> None:
+        """Return every running turn to the queue."""
+        for turn in sorted(self.running.values(), key=attrgetter("arrival"), reverse=True):
+            self._retract(turn, {})
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan may compute something."""
+        return bool(self.turns) and not self.paused
 
     def commit(self, step: Step) -> None:
         """Commit the step's tokens, which are computed now."""
@@ -151,9 +170,13 @@ class Scheduler:
                 work[turn.turn_id] = Work(turn, slot.row, slot.committed_len, 1, True)
             decodes = decodes[num_done:]
             if decodes:
-                youngest = max(self.running.values(), key=attrgetter("arrival"))
-                self._retract(youngest, work)
-                decodes = [turn for turn in decodes if turn is not youngest]
+                last = self._last_running()
+                self._retract(last, work)
+                decodes = [turn for turn in decodes if turn is not last]
+
+    def _last_running(self) -> Turn:
+        """The turn to retract next: the youngest background turn, else the youngest."""
+        return max(self.running.values(), key=lambda turn: (turn.params.background, turn.arrival))
 
     def _retract(self, turn: Turn, work: dict[str, Work]) -> None:
         work.pop(turn.turn_id, None)
@@ -164,34 +187,40 @@ class Scheduler:
         self.num_retracted += 1
 
     def _plan_prefills(self, work: dict[str, Work], budget: int) -> None:
-        """Share the budget among the running prefills: a long prompt must not delay a short one."""
-        waiting = (t for t in self.running.values() if t.turn_id not in work)
-        prefills = sorted(waiting, key=self._todo)
-        for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
-            count = min(self._todo(turn), -(-budget // left)) if turn.turn_id in self.running else 0
-            if count > 0 and self._extend_windows(turn, count, work):
-                work[turn.turn_id] = self._work(turn, count)
-                budget -= count
+        """Share the budget among the running prefills: a long prompt must not delay a short one.
+
+        Background turns share what the others leave.
+        """
+        todo = [turn for turn in self.running.values() if turn.turn_id not in work]
+        for background in (False, True):
+            prefills = sorted((turn for turn in todo if turn.params.background == background), key=self._todo)
+            for left, turn in zip(range(len(prefills), 0, -1), prefills, strict=True):
+                count = min(self._todo(turn), -(-budget // left)) if turn.turn_id in self.running else 0
+                if count > 0 and self._extend_windows(turn, count, work):
+                    work[turn.turn_id] = self._work(turn, count)
+                    budget -= count
 
     def _extend_windows(self, turn: Turn, count: int, work: dict[str, Work]) -> bool:
         """Hold pages for a running prefill's next chunk in the window groups; the others hold the whole prompt's.
 
-        Retracts the youngest turns until there is room. Returns False if ``turn`` was retracted itself.
+        Retracts turns until there is room. Returns False if ``turn`` was retracted itself.
         """
         while self.cache.windows and turn.turn_id in self.running:
             try:
                 self.cache.extend(turn.session_id, count)
                 return True
             except OutOfPages:
-                self._retract(max(self.running.values(), key=attrgetter("arrival")), work)
+                self._retract(self._last_running(), work)
         return turn.turn_id in self.running
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:
         """Admit turns in order until ``budget`` tokens are planned. Returns how many were."""
         left = budget
-        while self.waiting and left > 0 and len(self.running) < self.limits.max_running:
+        while self.waiting and left > 0:
             turn = self._next_waiting()
-            if self._head_is_blocked or not self._take_pages(turn, left):
+            if not self._make_place(turn, work):
+                break
+            if self._head_is_blocked or not self._make_pages(turn, left, work):
                 self._head_is_blocked = True
                 break
             self.waiting.remove(turn)
@@ -204,7 +233,29 @@ class Scheduler:
     def _next_waiting(self) -> Turn:
         """The longest-waiting turn of the tenant with fewest running turns: one tenant must not block others."""
         running = Counter(turn.tenant for turn in self.running.values())
-        return min(self.waiting, key=lambda turn: running[turn.tenant])
+        return min(self.waiting, key=lambda turn: (turn.params.background, running[turn.tenant]))
+
+    def _make_place(self, turn: Turn, work: dict[str, Work]) -> bool:
+        """Whether the batch has room for a waiting turn, once background turns have made it."""
+        while len(self.running) >= self.limits.max_running:
+            if not self._yield_to(turn, work):
+                return False
+        return True
+
+    def _make_pages(self, turn: Turn, budget: int, work: dict[str, Work]) -> bool:
+        """As ``_take_pages``, once background turns have made room."""
+        while not self._take_pages(turn, budget):
+            if not self._yield_to(turn, work):
+                return False
+        return True
+
+    def _yield_to(self, turn: Turn, work: dict[str, Work]) -> bool:
+        """Retract a background turn for another. Returns False if ``turn`` is one itself, or none runs."""
+        last = self._last_running() if self.running else turn
+        if turn.params.background or not last.params.background:
+            return False
+        self._retract(last, work)
+        return True
 
     def _take_pages(self, turn: Turn, budget: int) -> bool:
         """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return False.

@@ -49,6 +49,10 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens whose logprobs are wanted at each position, beside the chosen one's."""
     grammar: Grammar | None = None
+    stop_regexes: tuple[str, ...] = ()
+    """Without a grammar: the output ends with the first match of one of them."""
+    background: bool = False
+    """Yields to other turns: see ``Scheduler``."""
 
     @property
     def penalized(self) -> bool:

@@ -60,6 +60,8 @@ def sampling_params(s: session_pb2.Sampling) -> SamplingParams:
         logprob_start=given("logprob_start", -1),
         logprob_token_ids=tuple(s.logprob_token_ids),
         grammar=_grammar(s.grammar),
+        stop_regexes=tuple(s.stop_regex),
+        background=s.background,
     )
 
 

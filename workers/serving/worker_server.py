@@ -23,6 +23,7 @@ from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
 from workers.engine.messages import TurnUpdate
+from workers.scheduling import Finish
 from workers.serving.kv_transfer import Importer, KVServer, export_session
 from workers.serving.messages import submission_of, update_message
 from workers.serving.rank_links import RankLinks
@@ -268,6 +269,21 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.ControlResponse:
         return await result_of(self._leader.flush())
 
+    async def Pause(
+        self, request: worker_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.PauseResponse:
+        if request.paused and request.mode == worker_pb2.PAUSE_MODE_ABORT:
+            self._leader.end_all(Finish("abort"))
+        scheduler = self._leader.scheduler
+
+        def pause() -> None:
+            scheduler.paused = request.paused
+            if request.paused and request.mode == worker_pb2.PAUSE_MODE_RETRACT:
+                scheduler.retract_all()
+
+        await result_of(self._leader.call(pause))
+        return worker_pb2.PauseResponse()
+
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainResponse:
@@ -278,7 +294,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(DRAIN_POLL_S)
         num_preempted = len(turns)
         # Their routers fail them over, as if this worker had died.
-        self._leader.preempt_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
+        self._leader.end_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
         while turns:
             await asyncio.sleep(DRAIN_POLL_S)
         return worker_pb2.DrainResponse(turns_preempted=num_preempted)
@@ -317,6 +333,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             retracted=scheduler.num_retracted,
             counters=dict(counters),
             draining=self._draining,
+            paused=scheduler.paused,
             metrics_url=self._metrics_url,
             ranks=[
                 worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),

@@ -1,11 +1,21 @@
 from holdfast.v1 import session_pb2 as _session_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
+    PAUSE_MODE_RETRACT: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+PAUSE_MODE_IN_PLACE: PauseMode
+PAUSE_MODE_RETRACT: PauseMode
+PAUSE_MODE_ABORT: PauseMode
 
 class RouterMessage(_message.Message):
     __slots__ = ("submit", "abort")
@@ -226,7 +236,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "groups", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks", "metrics_url")
+    __slots__ = ("worker_id", "incarnation", "pid", "groups", "sessions", "running", "waiting", "retracted", "counters", "draining", "ranks", "metrics_url", "paused")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +256,7 @@ class WorkerStats(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     METRICS_URL_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
@@ -258,7 +269,8 @@ class WorkerStats(_message.Message):
     draining: bool
     ranks: _containers.RepeatedCompositeFieldContainer[RankStats]
     metrics_url: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ...) -> None: ...
+    paused: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ..., paused: bool = ...) -> None: ...
 
 class RankStats(_message.Message):
     __slots__ = ("rank", "pid", "node", "log_index", "lag")
@@ -297,6 +309,18 @@ class DrainResponse(_message.Message):
     def __init__(self, turns_preempted: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("paused", "mode")
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    paused: bool
+    mode: PauseMode
+    def __init__(self, paused: bool = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

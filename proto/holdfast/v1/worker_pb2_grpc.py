@@ -95,6 +95,11 @@ class WorkerServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_worker__pb2.FlushRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/holdfast.v1.WorkerService/Pause',
+                request_serializer=holdfast_dot_v1_dot_worker__pb2.PauseRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_worker__pb2.PauseResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -186,6 +191,13 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Stops computing, or goes on. Turns are kept, and new ones wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -248,6 +260,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=holdfast_dot_v1_dot_worker__pb2.FlushRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_worker__pb2.ControlResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=holdfast_dot_v1_dot_worker__pb2.PauseRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_worker__pb2.PauseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -575,6 +592,33 @@ class WorkerService(object):
             '/holdfast.v1.WorkerService/Flush',
             holdfast_dot_v1_dot_worker__pb2.FlushRequest.SerializeToString,
             holdfast_dot_v1_dot_worker__pb2.ControlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.WorkerService/Pause',
+            holdfast_dot_v1_dot_worker__pb2.PauseRequest.SerializeToString,
+            holdfast_dot_v1_dot_worker__pb2.PauseResponse.FromString,
             options,
             channel_credentials,
             insecure,

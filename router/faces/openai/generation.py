@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import Count, Int32, Int64, Name, refuse_unsupported
+from router.faces.fields import BACKGROUND_TIER, Count, Int32, Int64, Name, ServiceTier
 from router.faces.grammars import GrammarFields
 from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
 from router.faces.sampling import SamplingFields
@@ -41,12 +41,7 @@ class GenerationBody(SamplingFields, GrammarFields):
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     return_token_ids: bool = False
-    stop_regex: str | list[str] | None = None
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> GenerationBody:
-        refuse_unsupported({"stop_regex": bool(self.stop_regex)})
-        return self
+    service_tier: ServiceTier | None = None
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
         return self.sampling_message(
@@ -57,6 +52,7 @@ class GenerationBody(SamplingFields, GrammarFields):
             show_special_tokens=not self.skip_special_tokens,
             include_stop=self.include_stop_str_in_output or self.no_stop_trim,
             grammar=self.grammar(),
+            background=self.service_tier == BACKGROUND_TIER,
         )
 
 

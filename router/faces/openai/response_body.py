@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import Count, Int64, OpenAIBody, Temperature, refuse_unsupported
+from router.faces.fields import BACKGROUND_TIER, Count, Int64, OpenAIBody, ServiceTier, Temperature, refuse_unsupported
 from router.faces.grammars import JsonObjectFormat, JsonSchema, TextFormat, of_schema, only_one
 from router.faces.openai.response_tools import FlatChoice, FlatTool
 from router.faces.openai.stored_response import StoredResponse
@@ -133,6 +133,7 @@ class ResponseBody(OpenAIBody):
     text: TextSettings | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
+    service_tier: ServiceTier | None = None
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponseBody:
@@ -166,6 +167,7 @@ class ResponseBody(OpenAIBody):
             seed=self.seed,
             max_tokens=self.max_output_tokens,
             ignore_eos=self.ignore_eos,
+            background=self.service_tier == BACKGROUND_TIER,
             grammar=self.text.grammar() if self.text is not None else None,
         )
         echoed = self.model_dump(include={"temperature", "top_p", "max_output_tokens", "metadata"})

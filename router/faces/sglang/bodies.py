@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.errors import InvalidRequest
-from holdfast.v1 import session_pb2
+from holdfast.v1 import session_pb2, worker_pb2
 from router.faces.fields import (
     MAX_TOP_LOGPROBS,
     CountOrNone,
@@ -16,7 +16,6 @@ from router.faces.fields import (
     Name,
     TokenId,
     WantedTokens,
-    refuse_unsupported,
 )
 from router.faces.grammars import Schema, Text, of_schema, of_structural_tag, of_text, only_one
 from router.faces.sampling import SamplingFields
@@ -33,7 +32,6 @@ class SamplingBody(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 1
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    stop_regex: str | list[str] | None = None
     max_new_tokens: CountOrNone | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Int32 = Field(0, ge=0)
     sampling_seed: Int64 | None = None
@@ -41,11 +39,6 @@ class SamplingBody(SamplingFields):
     regex: Text | None = None
     ebnf: Text | None = None
     structural_tag: Schema | None = None
-
-    @model_validator(mode="after")
-    def _refuse_unsupported(self) -> SamplingBody:
-        refuse_unsupported({"stop_regex": bool(self.stop_regex)})
-        return self
 
     def grammar(self) -> session_pb2.Grammar | None:
         """Raises InvalidRequest if there are several."""
@@ -185,3 +178,13 @@ class CloseSessionBody(BaseModel):
 class AbortBody(BaseModel):
     rid: str = ""
     abort_all: bool = False
+
+
+class PauseBody(BaseModel):
+    """What becomes of running turns: they end, leave the batch, or keep their pages."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+    def value(self) -> int:
+        """The mode as workers know it."""
+        return int(worker_pb2.PauseMode.Value(f"PAUSE_MODE_{self.mode.upper()}"))

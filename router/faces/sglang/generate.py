@@ -7,6 +7,7 @@ the session. On the others a request continues any earlier request: see ``sglang
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from array import array
 from functools import partial
@@ -20,7 +21,14 @@ from router.core import RouterCore
 from router.faces.http import Tenant, collect, event_stream, first_chunk, until_disconnect
 from router.faces.several import collect_all, first_of, side_by_side
 from router.faces.sglang.answers import Answer, answer_events, batch_events
-from router.faces.sglang.bodies import AbortBody, BatchBody, CloseSessionBody, GenerateBody, OpenSessionBody
+from router.faces.sglang.bodies import (
+    AbortBody,
+    BatchBody,
+    CloseSessionBody,
+    GenerateBody,
+    OpenSessionBody,
+    PauseBody,
+)
 from router.faces.sglang.sessions import BranchingSessions, SessionParams
 from router.turns.sessions import Session
 from router.turns.turn import TurnRequest
@@ -87,6 +95,18 @@ def sglang_routes(core: RouterCore) -> APIRouter:
             if body.abort_all or (body.rid and turn_id.startswith(body.rid)):
                 core.live.abort(turn_id)
         return Response(status_code=200)
+
+    @routes.post("/pause_generation")
+    async def pause_generation(body: PauseBody | None = None) -> dict[str, str]:
+        """Pause every worker. What is submitted meanwhile waits."""
+        mode = (body or PauseBody()).value()
+        await asyncio.gather(*(link.pause(mode, core.config.control_timeout_s) for link in core.fleet.alive()))
+        return {"status": "ok", "message": "Generation paused successfully."}
+
+    @routes.post("/continue_generation")
+    async def continue_generation() -> dict[str, str]:
+        await asyncio.gather(*(link.go_on(core.config.control_timeout_s) for link in core.fleet.alive()))
+        return {"status": "ok", "message": "Generation continued successfully."}
 
     @routes.get("/flush_cache")
     @routes.post("/flush_cache")
