@@ -83,6 +83,7 @@ class Config(BaseModel):
         TOMBSTONE_RETENTION_S, ge=60, description="how long the id of a released session cannot be used again"
     )
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="size of a request; beyond it 413")
+    max_file_bytes: int = Field(100 * 1024 * 1024, ge=1024, description="size of a file for batches; beyond it 413")
     turn_deadline_s: float = Field(3600.0, gt=0, description="duration of a turn; beyond it 504")
     max_failovers: int = Field(4, ge=0, description="failovers of a turn without a token in between; beyond it 500")
     max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait for one session; beyond it 429")
@@ -164,6 +165,7 @@ class Config(BaseModel):
             max_sessions_per_tenant=self.max_sessions_per_tenant,
             tombstone_retention_s=self.tombstone_retention_s,
             max_message_bytes=self.max_message_bytes,
+            max_file_bytes=self.max_file_bytes,
             turn_deadline_s=self.turn_deadline_s,
             max_failovers=self.max_failovers,
             max_queued_turns_per_session=self.max_queued_turns_per_session,

@@ -15,10 +15,12 @@ from grpc_reflection.v1alpha import reflection
 from holdfast.errors import ConfigError
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
+from router.batches.runner import BatchRunner
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
 from router.faces.http_app import http_app
+from router.faces.inner_calls import inner_calls
 from router.fleet.link import WorkerAddress
 from router.journal.interface import Journal
 from router.journal.redis import RedisJournal
@@ -88,8 +90,11 @@ class RouterServer:
         await self._grpc.start()
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        app = http_app(self.core, lambda: f"{self.config.host}:{grpc_port}")
+        self._batches = BatchRunner(self._journal, self.core.files, self.core.batches, inner_calls(app))
+        self._batches.start()
         settings = uvicorn.Config(
-            http_app(self.core, lambda: f"{self.config.host}:{grpc_port}"),
+            app,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=round(self.config.drain_timeout_s),
@@ -108,6 +113,7 @@ class RouterServer:
     async def stop(self) -> None:
         """Give live turns ``drain_timeout_s`` to end, then close everything."""
         self.core.live.closing = True
+        await self._batches.stop()
         self._http.should_exit = True
         await asyncio.gather(
             self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True

@@ -39,6 +39,8 @@ class RouterConfig:
     max_message_bytes: int = 16 * 1024 * 1024
     """Size of a request. Beyond it: 413 (gRPC: RESOURCE_EXHAUSTED). A million tokens are 4 MB, about 7 MB as JSON.
     Parsing 16 MB of JSON numbers takes over a second, during which nothing else on the router runs."""
+    max_file_bytes: int = 100 * 1024 * 1024
+    """Size of a file for batches. Beyond it: 413."""
     turn_deadline_s: float = 3600.0
     """Total duration of a turn. Beyond it: 504."""
     max_queued_turns_per_session: int = 16

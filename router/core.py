@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from router.batches.files import Files
+from router.batches.store import Batches
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.migration import Migrator
@@ -32,6 +34,7 @@ class RouterCore:
         self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
         self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
         self.inputs = InputEncoder(codec, self.fleet)
+        self.files, self.batches = Files(journal), Batches(journal)
         self.style = AnswerStyle(config.tool_call_parser, config.reasoning_parser, codec.chat_template)
         dispatch = Dispatch(config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, metrics)
         relay = Relay(config, self.fleet, journal, codec, self.sessions, dispatch, metrics)

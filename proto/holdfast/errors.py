@@ -149,6 +149,12 @@ class TooManySessions(QueueFull):
     code = "too_many_sessions"
 
 
+class TooManyFiles(QueueFull):
+    """The tenant has reached its limit of files, or of open batches; delete some, or wait."""
+
+    code = "too_many_files"
+
+
 class OutOfPages(HoldfastError):
     """The KV pool has no room now. Raised inside a worker, where the scheduler makes the turn wait."""
 

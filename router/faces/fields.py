@@ -73,6 +73,8 @@ async def refuse_invalid_text(request: Request) -> None:
 
     Raises InvalidRequest.
     """
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        return  # a file's content is not shown as text
     body = await request.body()
     try:
         text = body.decode()

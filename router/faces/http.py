@@ -35,32 +35,41 @@ def tenant_of(api_keys: tuple[str, ...], authorization: str | None) -> str:
     return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
 
 
+INNER_TENANT = "holdfast.tenant"
+"""In the ASGI scope of a call that the router makes itself: the tenant. No request from outside has it."""
+
+
+def tenant_of_request(request: Request) -> str:
+    """The tenant that sent a request. ``app.state.api_keys`` holds the keys. Raises Unauthenticated."""
+    inner = request.scope.get(INNER_TENANT)
+    return tenant_of(request.app.state.api_keys, key_of(request)) if inner is None else str(inner)
+
+
 def key_of(request: Request) -> str | None:
     """The key that a request came with: as OpenAI's clients send it, or as Anthropic's do."""
     return request.headers.get("authorization") or request.headers.get("x-api-key")
 
 
-def _tenant(request: Request) -> str:
-    return tenant_of(request.app.state.api_keys, key_of(request))
-
-
-Tenant: TypeAlias = Annotated[str, Depends(_tenant)]
-"""The request's tenant. The app's ``state.api_keys`` holds the keys."""
+Tenant: TypeAlias = Annotated[str, Depends(tenant_of_request)]
 
 
 class LimitedBody:
-    """ASGI middleware that answers 413 to a request with a longer body, without reading the rest of it."""
+    """ASGI middleware that answers 413 to a request with a longer body, without reading the rest of it.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    ``limits``: in bytes, by path; "" for all other paths.
+    """
+
+    def __init__(self, app: ASGIApp, limits: dict[str, int]) -> None:
+        self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        too_large = RequestTooLarge(f"the request is larger than {self._max_bytes} bytes")
+        max_bytes = self._limits.get(scope["path"], self._limits[""])
+        too_large = RequestTooLarge(f"the request is larger than {max_bytes} bytes")
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
+        if announced.isdigit() and int(announced) > max_bytes:
             await error_response(too_large)(scope, receive, send)
             return
         num_read, refused = 0, False
@@ -69,12 +78,12 @@ class LimitedBody:
             nonlocal num_read
             message = await receive()
             num_read += len(message.get("body", b""))
-            return message if num_read <= self._max_bytes else {"type": "http.disconnect"}
+            return message if num_read <= max_bytes else {"type": "http.disconnect"}
 
         async def answer(message: Message) -> None:
             """Replaces the app's answer to a body that was cut off."""
             nonlocal refused
-            if num_read <= self._max_bytes:
+            if num_read <= max_bytes:
                 await send(message)
             elif not refused:
                 refused = True

@@ -16,11 +16,13 @@ from router.faces.anthropic.answer import anthropic_error
 from router.faces.anthropic.messages import anthropic_routes
 from router.faces.docs_page import docs_routes
 from router.faces.fields import refuse_invalid_text
-from router.faces.http import LimitedBody, error_response, key_of, tenant_of
+from router.faces.http import LimitedBody, error_response, tenant_of_request
+from router.faces.openai.batches import batch_routes
 from router.faces.openai.chat import chat_routes
 from router.faces.openai.completions import completion_routes
 from router.faces.openai.conversation_routes import conversation_routes
 from router.faces.openai.conversations import Conversations
+from router.faces.openai.files import MULTIPART_BYTES, file_routes
 from router.faces.openai.response_turns import ResponseTurns
 from router.faces.openai.responses import response_routes
 from router.faces.operator import OPEN_PATHS, operator_routes
@@ -34,18 +36,21 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
 
     def authenticate(request: Request) -> None:
         if request.url.path not in OPEN_PATHS:
-            tenant_of(core.config.api_keys, key_of(request))
+            tenant_of_request(request)
 
     dependencies = [Depends(authenticate), Depends(refuse_invalid_text)]
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
     app.state.api_keys = core.config.api_keys
-    app.add_middleware(LimitedBody, max_bytes=core.config.max_message_bytes)
+    limits = {"": core.config.max_message_bytes, "/v1/files": core.config.max_file_bytes + MULTIPART_BYTES}
+    app.add_middleware(LimitedBody, limits=limits)
     conversations = Conversations(core)
     app.include_router(completion_routes(core))
     app.include_router(chat_routes(core))
     app.include_router(anthropic_routes(core))
     app.include_router(response_routes(core, ResponseTurns(core, conversations)))
     app.include_router(conversation_routes(conversations))
+    app.include_router(file_routes(core))
+    app.include_router(batch_routes(core))
     app.include_router(sglang_routes(core))
     app.include_router(info_routes(core))
     app.include_router(parsing_routes(core))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
 
@@ -50,6 +50,13 @@ class TurnRecord:
     request: bytes
     finish: str = ""
     """Why the turn ended; empty while it has not."""
+
+
+class Fence(NamedTuple):
+    """A write is refused once the session is at another epoch."""
+
+    session_id: str
+    epoch: int
 
 
 class Journal(Protocol):
@@ -124,10 +131,11 @@ class Journal(Protocol):
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         """Pin and epoch of each session that exists and is not released, of any tenant."""
 
-    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
-        """Store what the APIs keep beside sessions (responses, conversations, items), atomically.
+    async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:
+        """Store what the APIs keep beside sessions (responses, files, batches), atomically.
 
-        Keys are paths, so that ``list_objects`` finds those with a common prefix.
+        Keys are paths, so that ``list_objects`` finds those with a common prefix. With ``fence`` it raises
+        SessionNotFound, SessionReleased, StaleEpoch.
         """
 
     async def get_object(self, tenant: str, key: str) -> bytes | None:

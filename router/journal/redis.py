@@ -27,6 +27,7 @@ from router.journal.interface import (
     MAX_SESSIONS_PER_TENANT,
     ROUTER_LEASE_S,
     TOMBSTONE_RETENTION_S,
+    Fence,
     SessionRecord,
     TurnRecord,
     check_durability,
@@ -156,8 +157,12 @@ class RedisJournal:
             if worker is not None and released == b"0"
         }
 
-    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+    async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:
         values, keys = _objects(tenant)
+        if fence is not None:
+            pairs = (part for pair in objects.items() for part in pair)
+            await self._run("put", fence.session_id, tenant, fence.epoch, *pairs, more_keys=(values, keys))
+            return
         # A sorted set with equal scores is ordered by name.
         await self._execute(
             ("HSET", values, *(part for pair in objects.items() for part in pair)),

@@ -196,6 +196,16 @@ make(tenant, p.worker, 1, router)
 if len > 0 then redis.call('SET', tokens, string.sub(known, 1, 4 * len)) end
 return {0, p.worker, 1, 0, string.sub(known, 1, 4 * len)}
 """,
+    # KEYS[5] and KEYS[6] are the tenant's objects and their keys.
+    "put": """
+local r, err = fenced(ARGV[2])
+if not r then return err end
+for i = 3, #ARGV, 2 do
+  redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1])
+  redis.call('ZADD', KEYS[6], 0, ARGV[i])
+end
+return {0}
+""",
     "release": """
 local r, err = of_tenant(ARGV[2], true)
 if not r then return err end

@@ -20,6 +20,7 @@ from router.journal.interface import (
     MAX_SESSIONS_PER_TENANT,
     ROUTER_LEASE_S,
     TOMBSTONE_RETENTION_S,
+    Fence,
     SessionRecord,
     TurnRecord,
     check_durability,
@@ -170,8 +171,8 @@ class SqliteJournal:
     async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
         return await self._call(self._store.owners, session_ids)
 
-    async def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
-        await self._call(self._store.put_objects, tenant, objects)
+    async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:
+        await self._call(self._store.put_objects, tenant, objects, fence)
 
     async def get_object(self, tenant: str, key: str) -> bytes | None:
         return await self._call(self._store.get_object, tenant, key)

@@ -17,7 +17,7 @@ from holdfast.errors import (
     TooManySessions,
     TurnNotFound,
 )
-from router.journal.interface import SessionRecord, TurnRecord
+from router.journal.interface import Fence, SessionRecord, TurnRecord
 
 
 class SessionRow(NamedTuple):
@@ -267,7 +267,9 @@ class SqliteStore:
             self._drop_turn(session_id)
         return SessionRecord(session_id, tenant, row.worker, epoch, row.num_turns)
 
-    def put_objects(self, tenant: str, objects: dict[str, bytes]) -> None:
+    def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:
+        if fence is not None:
+            self._fenced(*fence)
         rows = [(tenant, key, value) for key, value in objects.items()]
         self._db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?)", rows)
 

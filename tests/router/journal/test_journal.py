@@ -18,7 +18,7 @@ from holdfast.errors import (
     StaleEpoch,
     TooManySessions,
 )
-from router.journal.interface import Journal
+from router.journal.interface import Fence, Journal
 from tests.router.journal.records import LEASE_S, Connect, ids, take, turn
 
 
@@ -173,6 +173,23 @@ async def test_objects_are_kept_in_order_and_apart(journal: Journal, connect: Co
     assert await journal.list_objects("me", "items/b/") == [("items/b/10", b"10")]
     assert await journal.get_object("me", "items/b/02") is None
     assert await journal.list_objects("me", "nothing/") == []
+
+
+async def test_a_fence_keeps_a_former_owner_from_writing_objects(journal: Journal, connect: Connect) -> None:
+    other = await connect()
+    mine = Fence("s", (await take(journal)).epoch)
+    await journal.put_objects("me", {"a": b"1", "b": b"1"}, mine)
+    theirs = Fence("s", (await take(other)).epoch)
+    with pytest.raises(StaleEpoch):
+        await journal.put_objects("me", {"a": b"2", "c": b"2"}, mine)
+    await other.put_objects("me", {"b": b"3"}, theirs)
+    assert await journal.list_objects("me", "a") == [("a", b"1")]
+    assert await journal.get_object("me", "b") == b"3" and await journal.get_object("me", "c") is None
+    await other.release("s", "me")
+    with pytest.raises(SessionReleased):
+        await other.put_objects("me", {"b": b"4"}, theirs)
+    with pytest.raises(SessionNotFound):
+        await other.put_objects("me", {"b": b"4"}, Fence("unknown", 0))
 
 
 async def test_sessions_of_a_tenant_are_limited(connect: Connect) -> None:
