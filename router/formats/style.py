@@ -83,18 +83,17 @@ class AnswerStyle:
         tags = [
             call_tag(form, f.name, (f.parameters if f.strict or required else None) or ANY_OBJECT) for f in functions
         ]
+        listed: Tag = {"type": "tags_with_separator", "tags": tags, "separator": form.separator}
+        listed |= {"at_least_one": True, "stop_after_first": not parallel}
+        amid: Tag = {"type": "triggered_tags", "triggers": [form.trigger]}
         if required:
-            listed = {"type": "tags_with_separator", "tags": tags, "separator": form.separator, "at_least_one": True}
-            body = _around(form, listed | {"stop_after_first": not parallel})
-        elif form.around[0]:
-            return None  # a list of calls between markers of its own has no trigger for each call
+            body = _around(form, listed)
+        elif form.around[0]:  # the calls are a list, of which an answer has one
+            begin, end = form.around
+            whole = {"type": "tag", "begin": begin, "content": listed, "end": end}
+            body = amid | {"tags": [whole], "stop_after_first": True}
         else:
-            body = {
-                "type": "triggered_tags",
-                "triggers": [form.trigger],
-                "tags": tags,
-                "stop_after_first": not parallel,
-            }
+            body = amid | {"tags": tags, "stop_after_first": not parallel}
         return self._after_reasoning(body, prompt, "tools", required=required)
 
     def after_reasoning(self, grammar: session_pb2.Grammar | None, prompt: str) -> session_pb2.Grammar | None:

@@ -79,8 +79,23 @@ async def test_prompt_logprobs_and_token_ids(client: AsyncOpenAI) -> None:
     first, *others = choice["prompt_logprobs"]
     assert first is None and len(others) == answer.usage.prompt_tokens - 1
     for token, known in zip(choice["prompt_token_ids"][1:], others, strict=True):
-        assert known[str(token)]["logprob"] <= 0 and 2 <= len(known) <= 3
+        own = known[str(token)]
+        assert own["logprob"] <= 0 and 2 <= len(known) <= 3
+        assert sorted(entry["rank"] for entry in known.values())[:2] == [1, 2]
+        assert (own["rank"] > 2) == (len(known) == 3)
     assert choice["logprobs"] is None
+
+
+async def test_prompt_logprobs_of_a_chat(client: AsyncOpenAI) -> None:
+    more: dict[str, Any] = {"extra_body": {"prompt_logprobs": 1}}
+    for n in (1, 2):
+        answer = await client.chat.completions.create(model=MODEL, messages=SAY, max_tokens=2, n=n, **more)
+        first, *others = answer.model_dump()["prompt_logprobs"]
+        assert first is None and len(others) == answer.usage.prompt_tokens - 1
+        assert answer.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=MODEL, messages=SAY, stream=True, **more)
+    assert refused.value.param == "prompt_logprobs"
 
 
 async def test_best_of_returns_the_likeliest(client: AsyncOpenAI) -> None:

@@ -102,5 +102,6 @@ def test_banned_tokens_are_never_chosen() -> None:
 
 def test_logprobs_are_the_models_own() -> None:
     result = logprobs_of(logits_of([0.2, 0.5, 0.3]).repeat(2, 1), [0, 2], [0, 2], [(), (0, 1)])
+    assert [item.rank for item in result] == [3, 2]
     assert math.isclose(result[0].logprob, math.log(0.2), rel_tol=1e-5) and result[0].top == ()
     assert [token for token, _ in result[1].top] == [1, 2]

@@ -40,6 +40,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
     wanted: tuple[tuple[int, float], ...] = ()
     """Of ``SamplingParams.logprob_token_ids``."""
+    rank: int = 1
+    """1: no token is likelier."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -69,7 +71,8 @@ def logprobs_of(
 ) -> list[TokenLogprobs]:
     """Logprobs of ``chosen``, of the ``num_top`` likeliest tokens and of ``wanted``, a row each of ``logits``."""
     log_probs = logits.log_softmax(dim=-1)
-    picked = log_probs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    of_chosen = log_probs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])
+    picked, ranks = of_chosen[:, 0].tolist(), (1 + (log_probs > of_chosen).sum(dim=-1)).tolist()
     most = max(num_top)
     values, ids = (t.tolist() for t in log_probs.topk(most, dim=-1)) if most else ([], [])
     return [
@@ -78,6 +81,7 @@ def logprobs_of(
             picked[i],
             tuple(zip(ids[i][:top], values[i][:top], strict=True)) if top else (),
             tuple(zip(others, log_probs[i, list(others)].tolist(), strict=True)) if others else (),
+            ranks[i],
         )
         for i, (token, top, others) in enumerate(zip(chosen, num_top, wanted, strict=True))
     ]

@@ -19,7 +19,7 @@ from holdfast.errors import InvalidRequest
 from workers.grammar.matcher import Matcher
 from workers.grammar.schema_errors import failing_part
 from workers.grammar.stop_patterns import PARAM, StopPatterns, lark_of_pattern
-from workers.grammar.structural_tag import lark_of
+from workers.grammar.structural_tag import lark_of, schemas_of
 from workers.scheduling import Grammar
 
 WHITESPACE = r"\n?[\x20\t]{0,40}"
@@ -98,12 +98,16 @@ class GrammarCompiler:
         return str(self._library.grammar_from_json_schema(schema | {"x-guidance": JSON_OPTIONS}))
 
     def _explain(self, grammar: Grammar, error: str) -> str:
-        if grammar.kind != "json_schema":
-            return _brief(error)
-
         def fault_of(schema: dict[str, Any]) -> str:
             return str(self._library.validate_grammar(self._json_source(schema), self.tokenizer))
 
+        if grammar.kind == "structural_tag":
+            for place, schema in schemas_of(json.loads(grammar.text)):
+                fault = fault_of(schema)
+                if fault:
+                    return f"{_brief(fault)} (at {failing_part(schema, fault_of) or '#'} of the schema {place})"
+        if grammar.kind != "json_schema":
+            return _brief(error)
         where = failing_part(json.loads(grammar.text), fault_of)
         return f"{_brief(error)} (at {where or '#'} of the schema)"
 

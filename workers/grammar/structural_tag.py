@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -21,6 +21,16 @@ def lark_of(tag: Any, special_tokens: Mapping[str, int], json_options: Mapping[s
         raise ValueError('a structural tag must be an object with "type": "structural_tag"')
     form = tag["format"] if "format" in tag else _first_form(tag)
     return _Writer(special_tokens, json_options).grammar(form)
+
+
+def schemas_of(tag: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON schemas in a structural tag, each with its place there, a JSON pointer."""
+    parts = tag.items() if isinstance(tag, dict) else enumerate(tag) if isinstance(tag, list) else ()
+    for key, part in parts:
+        if key in ("json_schema", "schema") and isinstance(part, dict):
+            yield f"{place}/{key}", part
+        else:
+            yield from schemas_of(part, f"{place}/{key}")
 
 
 def _first_form(tag: dict[str, Any]) -> dict[str, Any]:

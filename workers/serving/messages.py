@@ -75,7 +75,9 @@ def _logprob_message(logprobs: TokenLogprobs) -> session_pb2.TokenLogprob:
         [session_pb2.TopLogprob(token=token, logprob=value) for token, value in pairs]
         for pairs in (logprobs.top, logprobs.wanted)
     )
-    return session_pb2.TokenLogprob(token=logprobs.token, logprob=logprobs.logprob, top=top, wanted=wanted)
+    return session_pb2.TokenLogprob(
+        token=logprobs.token, logprob=logprobs.logprob, top=top, wanted=wanted, rank=logprobs.rank
+    )
 
 
 def update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19holdfast/v1/session.proto\x12\x0bholdfast.v1\"\xb5\x05\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\x05\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x04\x88\x01\x01\x12\x1a\n\rlogprob_start\x18\x0f \x01(\x05H\x05\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x10 \x03(\x0b\x32$.holdfast.v1.Sampling.LogitBiasEntry\x12%\n\x07grammar\x18\x11 \x01(\x0b\x32\x14.holdfast.v1.Grammar\x12\x19\n\x11logprob_token_ids\x18\x14 \x03(\x05\x12\x1b\n\x13show_special_tokens\x18\x12 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x13 \x01(\x08\x12\x12\n\nstop_regex\x18\x16 \x03(\t\x12\x12\n\nbackground\x18\x15 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x10\n\x0e_logprob_start\"r\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x04 \x01(\tH\x00\x12\r\n\x05param\x18\x05 \x01(\tB\x06\n\x04kind\"t\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x11\n\tnum_turns\x18\x05 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x06 \x01(\x08\"!\n\x0bOpenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf4\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x16\n\trewind_to\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x18\n\x0bresume_from\x18\x07 \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05inputB\x0c\n\n_rewind_toB\x0e\n\x0c_resume_from\",\n\nTopLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"}\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\x12\'\n\x06wanted\x18\x04 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\"\xff\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x15\n\rcached_tokens\x18\x07 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x05\x12\x31\n\x0einput_logprobs\x18\t \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\"L\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\"&\n\x0fReleaseResponse\x12\x13\n\x0bpages_freed\x18\x01 \x01(\x05\"7\n\x0f\x46reeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"S\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_at_len\" \n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"6\n\x0cListResponse\x12&\n\x08sessions\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.Session*@\n\x0bReleaseMode\x12\x14\n\x10RELEASE_MODE_NOW\x10\x00\x12\x1b\n\x17RELEASE_MODE_AFTER_TURN\x10\x01\x32\xc4\x03\n\x0eSessionService\x12\x36\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x14.holdfast.v1.Session\x12I\n\x08Generate\x12\x1c.holdfast.v1.GenerateRequest\x1a\x1d.holdfast.v1.GenerateResponse0\x01\x12\x44\n\x07Release\x12\x1b.holdfast.v1.ReleaseRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12>\n\x08\x46reeTail\x12\x1c.holdfast.v1.FreeTailRequest\x1a\x14.holdfast.v1.Session\x12\x36\n\x04\x46ork\x12\x18.holdfast.v1.ForkRequest\x1a\x14.holdfast.v1.Session\x12\x34\n\x03Get\x12\x17.holdfast.v1.GetRequest\x1a\x14.holdfast.v1.Session\x12;\n\x04List\x12\x18.holdfast.v1.ListRequest\x1a\x19.holdfast.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19holdfast/v1/session.proto\x12\x0bholdfast.v1\"\xb5\x05\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\x05\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x04\x88\x01\x01\x12\x1a\n\rlogprob_start\x18\x0f \x01(\x05H\x05\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x10 \x03(\x0b\x32$.holdfast.v1.Sampling.LogitBiasEntry\x12%\n\x07grammar\x18\x11 \x01(\x0b\x32\x14.holdfast.v1.Grammar\x12\x19\n\x11logprob_token_ids\x18\x14 \x03(\x05\x12\x1b\n\x13show_special_tokens\x18\x12 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x13 \x01(\x08\x12\x12\n\nstop_regex\x18\x16 \x03(\t\x12\x12\n\nbackground\x18\x15 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x10\n\x0e_logprob_start\"r\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x04 \x01(\tH\x00\x12\r\n\x05param\x18\x05 \x01(\tB\x06\n\x04kind\"t\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x11\n\tnum_turns\x18\x05 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x06 \x01(\x08\"!\n\x0bOpenRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xf4\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.Sampling\x12\x16\n\trewind_to\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x18\n\x0bresume_from\x18\x07 \x01(\x05H\x02\x88\x01\x01\x42\x07\n\x05inputB\x0c\n\n_rewind_toB\x0e\n\x0c_resume_from\",\n\nTopLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x8b\x01\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\x12\'\n\x06wanted\x18\x04 \x03(\x0b\x32\x17.holdfast.v1.TopLogprob\x12\x0c\n\x04rank\x18\x05 \x01(\x05\"\xff\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x15\n\rcached_tokens\x18\x07 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x05\x12\x31\n\x0einput_logprobs\x18\t \x03(\x0b\x32\x19.holdfast.v1.TokenLogprob\"L\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.holdfast.v1.ReleaseMode\"&\n\x0fReleaseResponse\x12\x13\n\x0bpages_freed\x18\x01 \x01(\x05\"7\n\x0f\x46reeTailRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"S\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_at_len\" \n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"6\n\x0cListResponse\x12&\n\x08sessions\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.Session*@\n\x0bReleaseMode\x12\x14\n\x10RELEASE_MODE_NOW\x10\x00\x12\x1b\n\x17RELEASE_MODE_AFTER_TURN\x10\x01\x32\xc4\x03\n\x0eSessionService\x12\x36\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x14.holdfast.v1.Session\x12I\n\x08Generate\x12\x1c.holdfast.v1.GenerateRequest\x1a\x1d.holdfast.v1.GenerateResponse0\x01\x12\x44\n\x07Release\x12\x1b.holdfast.v1.ReleaseRequest\x1a\x1c.holdfast.v1.ReleaseResponse\x12>\n\x08\x46reeTail\x12\x1c.holdfast.v1.FreeTailRequest\x1a\x14.holdfast.v1.Session\x12\x36\n\x04\x46ork\x12\x18.holdfast.v1.ForkRequest\x1a\x14.holdfast.v1.Session\x12\x34\n\x03Get\x12\x17.holdfast.v1.GetRequest\x1a\x14.holdfast.v1.Session\x12;\n\x04List\x12\x18.holdfast.v1.ListRequest\x1a\x19.holdfast.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_RELEASEMODE']._serialized_start=2075
-  _globals['_RELEASEMODE']._serialized_end=2139
+  _globals['_RELEASEMODE']._serialized_start=2090
+  _globals['_RELEASEMODE']._serialized_end=2154
   _globals['_SAMPLING']._serialized_start=43
   _globals['_SAMPLING']._serialized_end=736
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=600
@@ -51,24 +51,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_end=1277
   _globals['_TOPLOGPROB']._serialized_start=1279
   _globals['_TOPLOGPROB']._serialized_end=1323
-  _globals['_TOKENLOGPROB']._serialized_start=1325
-  _globals['_TOKENLOGPROB']._serialized_end=1450
-  _globals['_GENERATERESPONSE']._serialized_start=1453
-  _globals['_GENERATERESPONSE']._serialized_end=1708
-  _globals['_RELEASEREQUEST']._serialized_start=1710
-  _globals['_RELEASEREQUEST']._serialized_end=1786
-  _globals['_RELEASERESPONSE']._serialized_start=1788
-  _globals['_RELEASERESPONSE']._serialized_end=1826
-  _globals['_FREETAILREQUEST']._serialized_start=1828
-  _globals['_FREETAILREQUEST']._serialized_end=1883
-  _globals['_FORKREQUEST']._serialized_start=1885
-  _globals['_FORKREQUEST']._serialized_end=1968
-  _globals['_GETREQUEST']._serialized_start=1970
-  _globals['_GETREQUEST']._serialized_end=2002
-  _globals['_LISTREQUEST']._serialized_start=2004
-  _globals['_LISTREQUEST']._serialized_end=2017
-  _globals['_LISTRESPONSE']._serialized_start=2019
-  _globals['_LISTRESPONSE']._serialized_end=2073
-  _globals['_SESSIONSERVICE']._serialized_start=2142
-  _globals['_SESSIONSERVICE']._serialized_end=2594
+  _globals['_TOKENLOGPROB']._serialized_start=1326
+  _globals['_TOKENLOGPROB']._serialized_end=1465
+  _globals['_GENERATERESPONSE']._serialized_start=1468
+  _globals['_GENERATERESPONSE']._serialized_end=1723
+  _globals['_RELEASEREQUEST']._serialized_start=1725
+  _globals['_RELEASEREQUEST']._serialized_end=1801
+  _globals['_RELEASERESPONSE']._serialized_start=1803
+  _globals['_RELEASERESPONSE']._serialized_end=1841
+  _globals['_FREETAILREQUEST']._serialized_start=1843
+  _globals['_FREETAILREQUEST']._serialized_end=1898
+  _globals['_FORKREQUEST']._serialized_start=1900
+  _globals['_FORKREQUEST']._serialized_end=1983
+  _globals['_GETREQUEST']._serialized_start=1985
+  _globals['_GETREQUEST']._serialized_end=2017
+  _globals['_LISTREQUEST']._serialized_start=2019
+  _globals['_LISTREQUEST']._serialized_end=2032
+  _globals['_LISTRESPONSE']._serialized_start=2034
+  _globals['_LISTRESPONSE']._serialized_end=2088
+  _globals['_SESSIONSERVICE']._serialized_start=2157
+  _globals['_SESSIONSERVICE']._serialized_end=2609
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from router.core import RouterCore
@@ -25,6 +25,13 @@ class ChatBody(GenerationBody, ToolFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     continue_final_message: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _refuse_a_stream_of_prompt_logprobs(self) -> ChatBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs: is known at the end; do not stream", "prompt_logprobs")
+        return self
 
 
 def chat_routes(core: RouterCore) -> APIRouter:
@@ -44,11 +51,16 @@ def chat_routes(core: RouterCore) -> APIRouter:
         )
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         sampling = body.sampling(body.top_logprobs if body.logprobs else None)
+        if body.prompt_logprobs is not None:
+            sampling.logprob_start = 0
+            sampling.logprobs = max(sampling.logprobs, body.prompt_logprobs)
         answer = ChatAnswer(
             core.codec,
             constrain(core, use, text, sampling, reasoning=body.separate_reasoning),
             legacy=body.is_legacy,
             short_ids=core.style.calls is not None and core.style.calls.short_ids,
+            shows_logprobs=body.logprobs,
+            scores_prompt=body.prompt_logprobs is not None,
         )
         prepare = core.inputs.of_text(text, special=False)
         if body.n > 1:

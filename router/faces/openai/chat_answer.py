@@ -8,13 +8,17 @@ from typing import Any
 
 from holdfast.v1 import session_pb2
 from router.faces.answer_reader import AnswerReader
+from router.faces.openai.prompt_logprobs import prompt_logprobs
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
 
 
 class ChatAnswer:
-    """Chat's ``AnswerFormat``. ``new_parser`` makes the parser of one choice; None: all of it is text."""
+    """Chat's ``AnswerFormat``. ``new_parser`` makes the parser of one choice; None: all of it is text.
+
+    ``scores_prompt``: it has the prompt's logprobs too.
+    """
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -25,22 +29,25 @@ class ChatAnswer:
         *,
         legacy: bool = False,
         short_ids: bool = False,
+        shows_logprobs: bool = False,
+        scores_prompt: bool = False,
     ) -> None:
-        self._codec, self._new_parser = codec, new_parser
-        self._legacy, self._short_ids = legacy, short_ids
+        self.codec, self.new_parser = codec, new_parser
+        self.legacy, self.short_ids = legacy, short_ids
+        self.shows_logprobs, self.scores_prompt = shows_logprobs, scores_prompt
 
     def new_choice(self, request: TurnRequest) -> ChatChoice:
         """One choice of an answer."""
-        parser = self._new_parser() if self._new_parser is not None else None
-        return ChatChoice(self._codec, parser, request.turn_id, legacy=self._legacy, short_ids=self._short_ids)
+        return ChatChoice(self, request.turn_id)
 
 
 class ChatChoice:
     """One choice, while it grows."""
 
-    def __init__(self, codec: TextCodec, parser: Parser | None, turn_id: str, *, legacy: bool, short_ids: bool) -> None:
-        self._codec, self._reader, self._turn_id = codec, AnswerReader(codec, parser), turn_id
-        self._legacy, self._short_ids = legacy, short_ids
+    def __init__(self, answer: ChatAnswer, turn_id: str) -> None:
+        self._answer, self._turn_id = answer, turn_id
+        self._codec = answer.codec
+        self._reader = AnswerReader(answer.codec, answer.new_parser() if answer.new_parser is not None else None)
         self._has_calls = False
         self._reasoning = ""
 
@@ -59,6 +66,11 @@ class ChatChoice:
         if delta.calls:
             message |= self._calls(delta.calls, whole=True)
         return {"index": 0, "message": message, "logprobs": self._logprobs(total)} | self._finish(total)
+
+    def top(self, total: TurnChunk) -> dict[str, Any]:
+        if not self._answer.scores_prompt:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._codec, total.input_logprobs)}
 
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
         if chunk.text_before:
@@ -80,7 +92,7 @@ class ChatChoice:
         return delta
 
     def _calls(self, calls: list[CallDelta], *, whole: bool) -> dict[str, Any]:
-        if self._legacy:
+        if self._answer.legacy:
             call = calls[0]
             name = {"name": call.name} if call.name else {}
             return {"function_call": name | {"arguments": call.arguments}}
@@ -90,17 +102,17 @@ class ChatChoice:
         name = {"name": call.name} if call.name else {}
         body: dict[str, Any] = {} if whole else {"index": call.index}
         if call.name:
-            body |= {"id": call_id(self._turn_id, call.index, short=self._short_ids), "type": "function"}
+            body |= {"id": call_id(self._turn_id, call.index, short=self._answer.short_ids), "type": "function"}
         return body | {"function": name | {"arguments": call.arguments}}
 
     def _finish(self, chunk: TurnChunk) -> dict[str, Any]:
         reason = chunk.finish_reason or None
         if reason == "stop" and self._has_calls:
-            reason = "function_call" if self._legacy else "tool_calls"
+            reason = "function_call" if self._answer.legacy else "tool_calls"
         return {"finish_reason": reason, "matched_stop": chunk.matched} if reason else {"finish_reason": None}
 
     def _logprobs(self, chunk: TurnChunk) -> dict[str, Any] | None:
-        if not chunk.logprobs:
+        if not (self._answer.shows_logprobs and chunk.logprobs):
             return None
         return {"content": [self._logprob(item) for item in chunk.logprobs], "refusal": None}
 

@@ -75,7 +75,8 @@ async def generate_choices(
         for i, (choice, (_, (total, text))) in enumerate(zip(choices, chosen, strict=True))
     ]
     usage = _usage([total for total, _ in results], [len(total.tokens) for total, _ in results], choices, num_made)
-    return _head(core, answer) | {"object": answer.object_name, "choices": bodies, "usage": usage}
+    top = choices[0].top(chosen[0][1][0])
+    return _head(core, answer) | {"object": answer.object_name, "choices": bodies, "usage": usage} | top
 
 
 def _head(core: RouterCore, answer: AnswerFormat) -> dict[str, Any]:

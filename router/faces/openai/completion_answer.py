@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.v1 import session_pb2
+from router.faces.openai.prompt_logprobs import prompt_logprobs
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
 
@@ -42,7 +42,7 @@ class CompletionChoice:
     def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
         body = self.delta(total, first=True) | {"text": self._before(first=True) + text}
         if self._answer.num_prompt_logprobs is not None:
-            body["prompt_logprobs"] = [None, *map(self._prompt_logprob, total.input_logprobs)]
+            body["prompt_logprobs"] = prompt_logprobs(self._answer.codec, total.input_logprobs)
         return body
 
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
@@ -53,6 +53,11 @@ class CompletionChoice:
         if chunk.finish_reason:
             body["matched_stop"] = body["stop_reason"] = chunk.matched
         return body
+
+    @staticmethod
+    def top(total: TurnChunk) -> dict[str, Any]:
+        """Beside the choices."""
+        return {}
 
     @property
     def _prompt(self) -> list[int]:
@@ -79,11 +84,3 @@ class CompletionChoice:
             offsets.append(self._offset)
             self._offset += len(token)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-
-    def _prompt_logprob(self, item: session_pb2.TokenLogprob) -> dict[str, Any]:
-        def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
-            return {"logprob": logprob, "rank": rank, "decoded_token": self._decode([token])}
-
-        ranks = {top.token: rank for rank, top in enumerate(item.top, 1)}
-        tops = {str(top.token): entry(top.token, top.logprob, ranks[top.token]) for top in item.top}
-        return {str(item.token): entry(item.token, item.logprob, ranks.get(item.token))} | tops

@@ -66,6 +66,9 @@ class Choice(Protocol):
     def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
         """The choice of a whole answer."""
 
+    def top(self, total: TurnChunk) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
+
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
         """The choice of one event of a stream."""
 
@@ -125,7 +128,7 @@ async def generate(
     total, text = result
     choice = answer.new_choice(request)
     body_out = {"object": answer.object_name, "choices": [choice.whole(total, text)]}
-    return head | body_out | {"usage": usage_of(total, len(total.tokens), choice.reasoning_tokens)}
+    return head | body_out | choice.top(total) | {"usage": usage_of(total, len(total.tokens), choice.reasoning_tokens)}
 
 
 def _last_event(http: Request) -> tuple[str, int]:

@@ -219,6 +219,36 @@ def test_required_calls_may_follow_reasoning(calls: str, reasoning: str, prompt:
     assert whole.reasoning == ("Hm." if "Hm." in text else "")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"So: {CALL}"),
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": @}]'),
+        ("mistral", 'So: [TOOL_CALLS] [{"name": "now.utc", "arguments": {}}, {"name": "weather", "arguments": @}]'),
+        ("mistral_v11", "[TOOL_CALLS]weather[ARGS]@"),
+        (
+            "deepseekv3",
+            "So: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n@\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        (
+            "deepseekv31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>@<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ],
+)
+def test_strict_calls_that_the_model_chooses(name: str, text: str) -> None:
+    style = AnswerStyle(name, "none", "")
+    strict = [Function("weather", SCHEMA, True), FUNCTIONS[1]]
+    grammar = style.calls_grammar(strict, "", required=False, parallel=True)
+    assert grammar is not None
+    tag = compiled("structural_tag", grammar.structural_tag)
+    assert accepts(tag.deep_copy(), text.replace("@", ROME)) and accepts(tag.deep_copy(), "It needs no call.")
+    assert not accepts(tag, text.replace("@", '{"city": "x"}'))
+    whole, _ = parse(style.parser("", calls=True, reasoning=False), text.replace("@", ROME), 3)
+    assert (whole.calls[-1].name, whole.calls[-1].arguments) == ("weather", ROME)
+
+
 def test_required_calls_without_json() -> None:
     grammar = AnswerStyle("glm45", "none", "").calls_grammar(FUNCTIONS[:1], "", required=True, parallel=False)
     assert grammar is not None

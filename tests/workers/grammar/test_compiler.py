@@ -161,6 +161,19 @@ def test_first_form_of_structural_tags() -> None:
         ("ebnf", "((", "neither GBNF nor Lark|Expected|expected|found"),
         ("structural_tag", {"type": "structural_tag", "format": {"type": "zip"}}, "zip.*supported: any_text"),
         ("structural_tag", {"type": "structural_tag"}, "structures"),
+        (
+            "structural_tag",
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "tag",
+                    "begin": "<a>",
+                    "content": {"type": "json_schema", "json_schema": {"properties": {"x": {"type": "strin"}}}},
+                    "end": "</a>",
+                },
+            },
+            "strin.*at #/properties/x of the schema /format/content/json_schema",
+        ),
         ("structural_tag", {"format": {}}, "structural_tag"),
     ],
 )
