@@ -271,3 +271,43 @@ async def test_another_tenant_s_responses_are_not_found(tmp_path: Path) -> None:
             await yours.responses.retrieve(made.id)
         await mine.close()
         await yours.close()
+
+
+async def test_logprobs_of_the_text_may_be_included(clients: list[AsyncOpenAI]) -> None:
+    included: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = [e async for e in await ask(clients[0], "What is a tuple?", stream=True, **included)]
+    whole = events[-1].response
+    part = whole.output[0].content[0]
+    assert "".join(item.token for item in part.logprobs).startswith(part.text)
+    assert all(len(item.top_logprobs) == 2 and bytes(item.bytes).decode() == item.token for item in part.logprobs)
+    shown = [item for e in events if e.type == "response.output_text.delta" for item in e.logprobs]
+    assert [(i.token, i.logprob) for i in shown] == [(i.token, i.logprob) for i in part.logprobs]
+    again = [e async for e in await clients[1].responses.retrieve(whole.id, stream=True)]
+    assert [e.model_dump() for e in again] == [e.model_dump() for e in events]
+    plain = await ask(clients[0], "What is a tuple?")
+    assert plain.output_text == whole.output_text and plain.output[0].content[0].logprobs == []
+
+
+async def test_an_input_that_is_too_long_is_cut_if_the_request_says_so(clients: list[AsyncOpenAI]) -> None:
+    context_len = (await clients[0].models.retrieve("holdfast-tiny")).model_dump()["max_model_len"]
+    long = "What does list.sort do? " * (context_len // 30)
+    items: Any = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"{i} {long}"} for i in range(8)]
+    items.append({"role": "user", "content": "And list.reverse?"})
+    with pytest.raises(openai.BadRequestError, match="maximum"):
+        await ask(clients[0], items)
+    cut = await ask(clients[0], items, truncation="auto", instructions="Be brief.")
+    assert cut.truncation == "auto" and cut.usage.input_tokens <= context_len - 24
+    fits = [i for i in range(0, 9, 2) if await _is_answered(clients[0], items[i:])]
+    assert 0 < fits[0] < 8
+    assert cut.output_text == (await ask(clients[0], items[fits[0] :], instructions="Be brief.")).output_text
+    with pytest.raises(openai.BadRequestError, match="maximum"):
+        await ask(clients[0], "word " * context_len, truncation="auto")
+    short = await ask(clients[0], "What is a tuple?", truncation="auto")
+    assert short.output_text == (await ask(clients[0], "What is a tuple?")).output_text
+
+
+async def _is_answered(client: AsyncOpenAI, items: Any) -> bool:
+    try:
+        return bool(await ask(client, items, instructions="Be brief."))
+    except openai.BadRequestError:
+        return False

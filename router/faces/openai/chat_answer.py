@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.v1 import session_pb2
 from router.faces.answer_reader import AnswerReader
-from router.faces.openai.prompt_logprobs import prompt_logprobs
+from router.faces.openai.logprobs import logprob_entry, prompt_logprobs
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
@@ -114,14 +113,7 @@ class ChatChoice:
     def _logprobs(self, chunk: TurnChunk) -> dict[str, Any] | None:
         if not (self._answer.shows_logprobs and chunk.logprobs):
             return None
-        return {"content": [self._logprob(item) for item in chunk.logprobs], "refusal": None}
-
-    def _logprob(self, item: session_pb2.TokenLogprob) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._codec.decode([token])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        return entry(item.token, item.logprob) | {"top_logprobs": [entry(t.token, t.logprob) for t in item.top]}
+        return {"content": [logprob_entry(self._codec, item) for item in chunk.logprobs], "refusal": None}
 
 
 def call_id(turn_id: str, index: int, *, short: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.faces.openai.prompt_logprobs import prompt_logprobs
+from router.faces.openai.logprobs import prompt_logprobs
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
 

@@ -10,13 +10,15 @@ from pydantic import BaseModel, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import BACKGROUND_TIER, Count, Int64, OpenAIBody, ServiceTier, Temperature, refuse_unsupported
+from router.faces.fields import BACKGROUND_TIER, MAX_TOP_LOGPROBS, Count, Int64, OpenAIBody, ServiceTier, Temperature
 from router.faces.grammars import JsonObjectFormat, JsonSchema, TextFormat, of_schema, only_one
 from router.faces.openai.response_tools import FlatChoice, FlatTool
 from router.faces.openai.stored_response import StoredResponse
 from router.faces.tools import MAX_TOOLS, FunctionName
 
 MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+"""The part that a request may ``include``; what else the API names does not exist here."""
 
 
 class FunctionCallItem(BaseModel):
@@ -133,15 +135,11 @@ class ResponseBody(OpenAIBody):
     text: TextSettings | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     service_tier: ServiceTier | None = None
 
     @model_validator(mode="after")
-    def _refuse_unsupported(self) -> ResponseBody:
-        refuse_unsupported(
-            {
-                "truncation: auto": self.truncation == "auto",
-            }
-        )
+    def _refuse_contradictions(self) -> ResponseBody:
         if self.previous_response_id and self.conversation:
             raise InvalidRequest("set only one of previous_response_id and conversation", "conversation")
         if self.background and not self.store:
@@ -166,6 +164,7 @@ class ResponseBody(OpenAIBody):
             top_p=self.top_p,
             seed=self.seed,
             max_tokens=self.max_output_tokens,
+            logprobs=self.top_logprobs if LOGPROBS in (self.include or ()) else None,
             ignore_eos=self.ignore_eos,
             background=self.service_tier == BACKGROUND_TIER,
             grammar=self.text.grammar() if self.text is not None else None,
@@ -184,6 +183,7 @@ class ResponseBody(OpenAIBody):
             conversation=conversation,
             background=self.background,
             stored=self.store,
+            truncates=self.truncation == "auto",
             settings=echoed,
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or []],
             tool_choice=self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),

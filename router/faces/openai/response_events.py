@@ -35,7 +35,7 @@ def response_json(response: StoredResponse) -> dict[str, Any]:
         "text": {"format": {"type": "text"}},
         "tool_choice": response.tool_choice,
         "tools": response.tools,
-        "truncation": "disabled",
+        "truncation": "auto" if response.truncates else "disabled",
         "usage": response.usage,
         **response.settings,
     }
@@ -50,7 +50,7 @@ async def response_events(
     after: int,
 ) -> AsyncIterator[bytes]:
     """The response's events with sequence numbers greater than ``after``. ``chunks`` begin at the first token."""
-    begun = response_json(response) | {"status": "in_progress", "output": [], "usage": None}
+    begun = response_json(response) | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     output, number = ResponseOutput(core, response), -1
 
     def event(kind: str, body: dict[str, Any]) -> bytes:
@@ -65,7 +65,7 @@ async def response_events(
         yield event("created", {"response": begun})
         yield event("in_progress", {"response": begun})
         async for chunk in chunks:
-            for kind, body in output.push(chunk.tokens, chunk.matched):
+            for kind, body in output.push(chunk.tokens, chunk.logprobs, chunk.matched):
                 yield event(kind, body)
             if chunk.finish_reason in ("stop", "length"):
                 for kind, body in output.finish(chunk.finish_reason, chunk.matched):

@@ -23,6 +23,16 @@ class ResponseItems:
         self._number = response_id.removeprefix("resp_")
         self.items: list[dict[str, Any]] = []
         self._open = ""
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add_logprob(self, entry: dict[str, Any]) -> None:
+        """The logprob of a token whose text comes next."""
+        self._logprobs.append(entry)
+
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Of the tokens since the last text that was shown."""
+        new, self._logprobs = self._logprobs, []
+        return new
 
     def push(self, delta: Delta) -> Iterator[Event]:
         """Add new output. Yields its events."""
@@ -30,12 +40,16 @@ class ResponseItems:
             yield from self._open_item("reasoning", self._reasoning)
             self.items[-1]["content"][0]["text"] += delta.reasoning
             yield "reasoning_text.delta", self._place() | {"content_index": 0, "delta": delta.reasoning}
+            self._new_logprobs()
         if delta.text.strip() or (delta.text and self._open == "message"):
             yield from self._open_item("message", self._message)
-            self.items[-1]["content"][0]["text"] += delta.text
-            yield "output_text.delta", self._place() | {"content_index": 0, "delta": delta.text, "logprobs": []}
+            part, logprobs = self.items[-1]["content"][0], self._new_logprobs()
+            part["text"] += delta.text
+            part["logprobs"] += logprobs
+            yield "output_text.delta", self._place() | {"content_index": 0, "delta": delta.text, "logprobs": logprobs}
         for call in delta.calls:
             yield from self._open_item(f"call {call.index}", lambda call=call: self._call(call))
+            self._new_logprobs()
             self.items[-1]["arguments"] += call.arguments
             if call.arguments:
                 yield "function_call_arguments.delta", self._place() | {"delta": call.arguments}
@@ -58,7 +72,8 @@ class ResponseItems:
         begun = item | {"content": []} if item["type"] != "function_call" else item
         yield "output_item.added", {"output_index": len(self.items) - 1, "item": begun | {"status": "in_progress"}}
         if item["type"] == "message":
-            yield "content_part.added", self._place() | {"content_index": 0, "part": dict(item["content"][0])}
+            part = item["content"][0] | {"logprobs": []}  # a copy: the item's own list grows
+            yield "content_part.added", self._place() | {"content_index": 0, "part": part}
 
     def _close_item(self) -> Iterator[Event]:
         if not self._open:
@@ -66,7 +81,7 @@ class ResponseItems:
         item, self._open = self.items[-1], ""
         if item["type"] == "message":
             part = item["content"][0]
-            text = {"content_index": 0, "text": part["text"], "logprobs": []}
+            text = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             yield "output_text.done", self._place() | text
             yield "content_part.done", self._place() | {"content_index": 0, "part": part}
         elif item["type"] == "reasoning":
@@ -99,25 +114,3 @@ class ResponseItems:
             "name": call.name,
             "arguments": "",
         }
-
-
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: the calls of an answer belong to its message, its reasoning is not repeated."""
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "function_call":
-            call = {"id": item["call_id"], "type": "function"}
-            call["function"] = {"name": item["name"], "arguments": item["arguments"]}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
-        elif kind == "message":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
-    return messages
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

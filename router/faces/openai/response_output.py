@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.answer_reader import AnswerReader
+from router.faces.openai.logprobs import logprob_entry
 from router.faces.openai.response_items import Event, ResponseItems
 from router.faces.openai.stored_response import StoredResponse
 
@@ -41,12 +42,23 @@ class ResponseOutput:
 
     def read_all(self, response: StoredResponse) -> None:
         """Read the output of a response that has ended, whose events were sent as they came."""
-        deque(self.push(response.output, response.matched), maxlen=0)
+        deque(self.push(response.output, response.token_logprobs, response.matched), maxlen=0)
         deque(self.finish(response.finish, response.matched), maxlen=0)
 
-    def push(self, tokens: Sequence[int], matched: int | str | None = None) -> Iterator[Event]:
-        """Read new tokens, one by one. ``matched``: what ended the output, if these end it with ``stop``."""
+    def push(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[session_pb2.TokenLogprob] = (),
+        matched: int | str | None = None,
+    ) -> Iterator[Event]:
+        """Read new tokens, one by one. ``matched``: what ended the output, if these end it with ``stop``.
+
+        ``logprobs``: of all of them, or of the last ones: those that a lost router showed are not journaled.
+        """
+        first_known = len(tokens) - len(logprobs)
         for i, token in enumerate(tokens):
+            if i >= first_known:
+                self._items.add_logprob(logprob_entry(self._codec, logprobs[i - first_known]))
             text = self._text.push([token], matched if i == len(tokens) - 1 else None)
             yield from self._items.push(self._reader.read(text, ended=False))
 

@@ -32,9 +32,8 @@ from holdfast.errors import (
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.constrain import constrain
-from router.faces.messages import template_messages
 from router.faces.openai.conversations import Conversations, item_objects, release_session
-from router.faces.openai.response_items import messages_of
+from router.faces.openai.response_input import render_input
 from router.faces.openai.response_output import ResponseOutput
 from router.faces.openai.response_run import ResponseRun
 from router.faces.openai.response_tools import tool_use_of
@@ -163,12 +162,8 @@ class ResponseTurns:
             head = await self._journal.get_object(tenant, f"head/{session.session_id}")
             if head != response.previous_response_id.encode():
                 raise _SessionChanged("another turn followed on the session")
-        messages = messages_of(await self.history(response, tenant))
-        if response.instructions:
-            messages = [{"role": "system", "content": response.instructions}, *messages]
-        codec, use = self._core.codec, tool_use_of(response)
-        messages = template_messages(messages, codec.chat_template)
-        text = codec.render_chat(messages, use.templates, response.template_variables)
+        use = tool_use_of(response)
+        text = await render_input(self._core, response, await self.history(response, tenant), use, sampling)
         constrain(self._core, use, text, sampling, reasoning=True)
         return await self._core.inputs.of_text(text, special=False)(session)
 
@@ -198,6 +193,7 @@ class ResponseTurns:
         try:
             async for chunk in chunks:
                 response.output[chunk.index :] = chunk.tokens
+                response.logprobs += [item.SerializeToString() for item in chunk.logprobs]
                 if chunk.finish_reason:
                     await self._end(response, tenant, chunk)
                 yield chunk
@@ -357,4 +353,5 @@ def _ended(response: StoredResponse) -> TurnChunk:
         tokens=response.output,
         finish_reason=response.finish or "abort",
         matched=response.matched,
+        logprobs=response.token_logprobs,
     )

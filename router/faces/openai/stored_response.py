@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from holdfast.v1 import session_pb2
+
 
 class StoredResponse(BaseModel):
     """A response as the journal stores it. Once it has ended, ``output`` has its token ids."""
@@ -34,6 +36,10 @@ class StoredResponse(BaseModel):
     sampling: bytes = b""
     status: str = "in_progress"
     output: list[int] = []
+    logprobs: list[bytes] = []
+    """Of the last tokens of ``output``, if the request wants them: ``TokenLogprob`` messages."""
+    truncates: bool = False
+    """Leave out the oldest items of an input that is too long."""
     items: list[dict[str, Any]] = []
     """What ``output`` is made of, once the response has ended."""
     finish: str = ""
@@ -42,6 +48,10 @@ class StoredResponse(BaseModel):
     error: dict[str, str] | None = None
 
     model_config = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
+
+    @property
+    def token_logprobs(self) -> list[session_pb2.TokenLogprob]:
+        return [session_pb2.TokenLogprob.FromString(item) for item in self.logprobs]
 
     @property
     def ended(self) -> bool:

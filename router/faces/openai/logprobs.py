@@ -1,4 +1,4 @@
-"""vLLM's ``prompt_logprobs``: for each token of the prompt, its logprob and those of the likeliest ones."""
+"""Logprobs as OpenAI's chat and responses show them, and vLLM's ``prompt_logprobs``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any
 
 from holdfast.v1 import session_pb2
 from router.text import TextCodec
+
+
+def logprob_entry(codec: TextCodec, item: session_pb2.TokenLogprob) -> dict[str, Any]:
+    """A token of the output, with the likeliest ones in its place."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = codec.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return entry(item.token, item.logprob) | {"top_logprobs": [entry(t.token, t.logprob) for t in item.top]}
 
 
 def prompt_logprobs(codec: TextCodec, items: Sequence[session_pb2.TokenLogprob]) -> list[dict[str, Any] | None]:
