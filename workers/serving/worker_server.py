@@ -13,12 +13,10 @@ from contextlib import aclosing
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, start_http_server
 
 from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.v1 import kv_pb2_grpc, session_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS, abort_with, sends_errors
-from holdfast.worker_metrics import WorkerCollector
 from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
@@ -26,6 +24,7 @@ from workers.engine.messages import TurnUpdate
 from workers.scheduling import Finish
 from workers.serving.kv_transfer import Importer, KVServer, export_session
 from workers.serving.messages import submission_of, update_message
+from workers.serving.metrics_server import MetricsServer
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
 
@@ -90,10 +89,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection(names, server)
         port = server.add_insecure_port(f"{host}:0")
-        registry = CollectorRegistry()
-        registry.register(WorkerCollector(lambda: [self._stats()]))
-        self._metrics_server, _ = start_http_server(0, host, registry)
-        self._metrics_url = f"http://{host}:{self._metrics_server.server_port}/metrics"
+        self._metrics = MetricsServer(host, self._stats)
         self._leader.start()
         await server.start()
         await checks.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
@@ -119,8 +115,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self) -> None:
         if self._server is not None:
             # Side by side: each waits a while for its threads.
-            await asyncio.gather(self._server.stop(grace=0.2), asyncio.to_thread(self._metrics_server.shutdown))
-            self._metrics_server.server_close()
+            await asyncio.gather(self._server.stop(grace=0.2), asyncio.to_thread(self._metrics.stop))
         await asyncio.to_thread(self._leader.stop)
         await self._links.stop()
 
@@ -334,7 +329,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             counters=dict(counters),
             draining=self._draining,
             paused=scheduler.paused,
-            metrics_url=self._metrics_url,
+            metrics_url=self._metrics.url,
             ranks=[
                 worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),
                 *self._links.stats(self._leader.log),
