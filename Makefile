@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Small kernels on few cores: threads beyond the cores only wait for each other.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM := false
@@ -14,10 +15,10 @@ FAST_TESTS := tests/test_layers.py tests/test_stubs.py tests/workers/kv tests/wo
 
 .PHONY: demo serve check test test-long lint bench proto tiny-model clean
 
-demo: $(VENV)/installed  ## a cluster, three sessions, a kill -9, and the check that nothing was lost
+demo: $(VENV)/runs  ## a cluster, three sessions, a kill -9, and the check that nothing was lost
 	$(BIN)/python -m cluster.demo
 
-serve: $(VENV)/installed  ## the demo's cluster, kept running
+serve: $(VENV)/runs  ## the demo's cluster, kept running
 	@echo "when it is ready, try:"
 	@echo "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -H 'X-Session-ID: me' \\"
 	@echo "    -d '{\"model\": \"holdfast-tiny\", \"messages\": [{\"role\": \"user\", \"content\": \"What does list.sort do?\"}]}'"
@@ -58,7 +59,13 @@ tiny-model: $(VENV)/installed  ## train the bundled model again, about 25 minute
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) --editable ".[dev]"
+	touch $@ $(VENV)/runs
+
+# What a cluster on CPUs needs: without the tools, and without Triton, which is larger than all the rest.
+$(VENV)/runs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable .
 	touch $@
 
 clean:

@@ -34,6 +34,9 @@ class Config(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
     )
+    attention_backend: Literal["auto", "torch_native", "triton"] = Field(
+        "auto", description="kernels of attention; auto: triton on CUDA, torch elsewhere"
+    )
     tool_call_parser: str | None = Field(None, description="how the model writes calls; default: by its chat template")
     reasoning_parser: str | None = Field(
         None, description="how the model writes reasoning; default: by its chat template"
@@ -130,6 +133,7 @@ class Config(BaseModel):
             model=self.model.resolve(),
             device=self.device,
             dtype=self.dtype,
+            attention_backend=self.attention_backend,
             page_size=self.page_size,
             context_length=self.context_length,
             max_total_tokens=self.max_total_tokens,

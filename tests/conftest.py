@@ -20,6 +20,8 @@ RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "500",
 }
 
+os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported: it is compiled, or interpreted, for good
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="every seed, more schedules, examples and faults: hours")

@@ -17,6 +17,8 @@ class EngineConfig:
     """``cpu``, ``cuda`` or ``auto`` (cuda where there is one)."""
     dtype: str = "auto"
     """``auto``: the checkpoint's on CUDA, float32 on CPU, where half precision is emulated or inexact."""
+    attention_backend: str = "auto"
+    """See ``kernels.attention``."""
     page_size: int = 16
     context_length: int | None = None
     """None: the model's own limit."""

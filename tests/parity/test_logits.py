@@ -43,16 +43,14 @@ class PagedModel:
         slot, size = self.cache.slots["s"], self.page_size
         positions = torch.arange(start, start + len(tokens))
         groups = []
-        for group, table, heads in zip(
-            self.cache.groups, slot.tables, self.decoder.config.queries_per_kv_head, strict=True
-        ):
+        for group, table, heads in zip(self.cache.groups, slot.tables, self.decoder.config.head_shapes, strict=True):
             pages = torch.tensor(table.pages)
             plan = plan_attention(
                 pages[None].to(torch.int32),
                 [len(tokens)],
                 [start + len(tokens)],
                 size,
-                group=heads,
+                heads=heads,
                 dtype=self.decoder.dtype,
                 window=group.window,
             )

@@ -16,7 +16,7 @@ from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.engine.step_log import RecordedCache
 from workers.grammar.compiler import GrammarCompiler
-from workers.kernels.paged_attention import plan_attention
+from workers.kernels.attention import attention_planner
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
@@ -48,6 +48,7 @@ class Rank:
         )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
+        self._plan_attention = attention_planner(config.attention_backend, self.device)
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads)
@@ -81,7 +82,7 @@ class Rank:
             torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
-        self._queries_per_kv_head = model.queries_per_kv_head
+        self._head_shapes = model.head_shapes
         self._eos = frozenset(self.model_config.eos_token_ids)
 
     def apply(self, step: Step, batch: Batch, masks: Future[dict[str, bytes]] | None = None) -> StepResult:
@@ -125,10 +126,10 @@ class Rank:
             torch.arange(len(counts), device=self.device), torch.tensor(counts, device=self.device)
         )
         groups = []
-        for group, whole, heads in zip(self.cache.groups, self.tables, self._queries_per_kv_head, strict=True):
+        for group, whole, heads in zip(self.cache.groups, self.tables, self._head_shapes, strict=True):
             tables = whole[:, :num_columns].index_select(0, rows)
-            plan = plan_attention(
-                tables, counts, context_lens, size, group=heads, dtype=self.dtype, window=group.window
+            plan = self._plan_attention(
+                tables, counts, context_lens, size, heads=heads, dtype=self.dtype, window=group.window
             )
             groups.append(GroupBatch(tables[sequence, positions // size].long(), plan))
         return ForwardBatch(

@@ -63,7 +63,17 @@ def paged_attention_reference(
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class HeadShape:
+    """What the layers of a KV group have in common."""
+
+    group: int
+    """Query heads that share a KV head."""
+    v_dim: int
+    """Elements of a head's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
     """What all layers of a KV group share in a step, computed once. Positions count from the first page read."""
 
     query_lens: Sequence[int]
@@ -78,6 +88,20 @@ class AttentionPlan:
     masks: Sequence[Tensor | None]
     """One for the batch, or one a sequence. None where nothing is masked, or where all is new and causal."""
 
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor | None,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        v_dim: int = 0,
+    ) -> Tensor:
+        """See ``paged_attention``."""
+        return paged_attention(q, k_pages, v_pages, self, scale, softcap=softcap, sinks=sinks, v_dim=v_dim)
+
 
 def plan_attention(
     tables: Tensor,
@@ -85,11 +109,11 @@ def plan_attention(
     context_lens: Sequence[int],
     page_size: int,
     *,
-    group: int,
+    heads: HeadShape,
     dtype: torch.dtype,
     window: int = 0,
-) -> AttentionPlan:
-    """The plan for a batch. ``tables [sequences, max_pages]``; ``group``: query heads per KV head."""
+) -> TorchPlan:
+    """The plan for a batch. ``tables [sequences, max_pages]``."""
     num, device = len(query_lens), tables.device
     begins = [
         max(0, context_len - query_len - window + 1) if window else 0
@@ -112,9 +136,9 @@ def plan_attention(
             mask = positions < torch.tensor(ends, device=device)[:, None]
             mask &= positions >= torch.tensor(starts, device=device)[:, None]
             mask = mask[:, None, None, :]
-        return AttentionPlan(query_lens, ends, starts, [batch], True, [mask])
+        return TorchPlan(query_lens, ends, starts, [batch], True, [mask])
     masks = [
-        _extend_mask(query_len, end - start, window, group, dtype, device)
+        _extend_mask(query_len, end - start, window, heads.group, dtype, device)
         if query_len > 1 and (query_len < end - start or 0 < window < end - start)
         else None
         for query_len, end, start in zip(query_lens, ends, starts, strict=True)
@@ -122,7 +146,7 @@ def plan_attention(
     rows = [
         tables[i, first : first - (-end // page_size)] for i, (first, end) in enumerate(zip(firsts, ends, strict=True))
     ]
-    return AttentionPlan(query_lens, ends, starts, rows, False, masks)
+    return TorchPlan(query_lens, ends, starts, rows, False, masks)
 
 
 def _extend_mask(
@@ -142,7 +166,7 @@ def paged_attention(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor | None,
-    plan: AttentionPlan,
+    plan: TorchPlan,
     scale: float,
     *,
     softcap: float = 0.0,

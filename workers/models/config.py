@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UnsupportedModel
+from workers.kernels.paged_attention import HeadShape
 from workers.models.families import deepseek, dense, gemma, moe
 from workers.models.fields import Fields, read_json
 from workers.models.spec import ModelConfig
@@ -92,8 +93,8 @@ def _eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
 
 def _refuse_unequal_heads(config: ModelConfig) -> None:
     """Layers of one KV group share what a step plans for attention."""
-    ratios: dict[Any, int] = {}
+    shapes: dict[Any, HeadShape] = {}
     for group, layer in zip(config.layer_groups, config.layers, strict=True):
-        ratio = layer.mixer.queries_per_kv_head
-        if ratios.setdefault(group, ratio) != ratio:
-            raise UnsupportedModel(f"num_key_value_heads: differ among the layers of the {group.kind} group")
+        shape = layer.mixer.head_shape
+        if shapes.setdefault(group, shape) != shape:
+            raise UnsupportedModel(f"num_key_value_heads, head_dim: differ among the layers of the {group.kind} group")

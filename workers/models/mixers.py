@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from workers.kernels.paged_attention import AttentionPlan, paged_attention
+from workers.kernels.attention import AttentionPlan
 from workers.models.kv_pool import KVPool
 from workers.models.norm import rms_norm
 from workers.models.parallel import RankGroup
@@ -90,9 +90,8 @@ def attention(
         q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
     q, k = apply_rope(q, at.cos, at.sin), apply_rope(k, at.cos, at.sin)
     at.write(k, v)
-    out = paged_attention(
-        q, at.kv.k[at.layer], at.kv.v[at.layer], at.pages.attention, spec.scale, softcap=spec.softcap, sinks=w.sinks
-    )
+    k_pages, v_pages = at.kv.k[at.layer], at.kv.v[at.layer]
+    out = at.pages.attention.attend(q, k_pages, v_pages, spec.scale, softcap=spec.softcap, sinks=w.sinks)
     return linear(out.reshape(-1, q_size), w.o, w.o_bias)
 
 
@@ -129,6 +128,6 @@ def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position
     at.write(torch.cat((latent, k_rope), dim=-1), None)
     absorbed = torch.einsum("thn,hnr->thr", q_nope, w.key)
     q = torch.cat((absorbed, apply_rope(q_rope, at.cos, at.sin)), dim=-1)
-    out = paged_attention(q, at.kv.k[at.layer], None, at.pages.attention, spec.scale, v_dim=spec.kv_rank)
+    out = at.pages.attention.attend(q, at.kv.k[at.layer], None, spec.scale, v_dim=spec.kv_rank)
     values = torch.einsum("thr,hvr->thv", out, w.value)
     return linear(values.reshape(-1, spec.num_heads * spec.v_dim), w.o, w.o_bias)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from holdfast.errors import UnsupportedModel
+from workers.kernels.paged_attention import HeadShape
 from workers.models.parallel import Shard
 
 
@@ -58,8 +59,8 @@ class AttentionSpec:
     """The checkpoint has one tensor for the three projections."""
 
     @property
-    def queries_per_kv_head(self) -> int:
-        return self.num_heads // self.num_kv_heads
+    def head_shape(self) -> HeadShape:
+        return HeadShape(self.num_heads // self.num_kv_heads, self.head_dim)
 
     def shard(self, shard: Shard) -> AttentionSpec:
         """One rank's heads. With more ranks than KV heads, several ranks hold the same KV head."""
@@ -92,8 +93,8 @@ class LatentSpec:
         return self.kv_rank + self.rope.dim
 
     @property
-    def queries_per_kv_head(self) -> int:
-        return self.num_heads
+    def head_shape(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.kv_rank)
 
     def shard(self, shard: Shard) -> LatentSpec:
         """One rank's heads. Every rank has the whole latent."""
@@ -245,12 +246,10 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_groups))
 
     @property
-    def queries_per_kv_head(self) -> tuple[int, ...]:
-        """By KV group: the query heads that share a KV head. A group's layers have the same."""
-        ratios = {
-            group: layer.mixer.queries_per_kv_head for group, layer in zip(self.layer_groups, self.layers, strict=True)
-        }
-        return tuple(ratios.values())
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """By KV group. A group's layers have the same."""
+        shapes = {group: layer.mixer.head_shape for group, layer in zip(self.layer_groups, self.layers, strict=True)}
+        return tuple(shapes.values())
 
 
 def _kv_group(mixer: Mixer) -> KVGroup:

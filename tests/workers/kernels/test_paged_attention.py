@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.kernels.paged_attention import paged_attention, paged_attention_reference, plan_attention
+from workers.kernels.paged_attention import HeadShape, paged_attention, paged_attention_reference, plan_attention
 
 NUM_PAGES, MAX_PAGES = 200, 32
 CASES = {
@@ -52,7 +52,13 @@ def test_equals_the_reference(case: str, kind: str, kv_heads: int, page_size: in
         tables[row, :first] = NUM_PAGES - 1
     k[-1], v[-1] = torch.nan, torch.nan
     plan = plan_attention(
-        tables, query_lens, context_lens, page_size, group=4 // kv_heads, dtype=torch.float32, window=window
+        tables,
+        query_lens,
+        context_lens,
+        page_size,
+        heads=HeadShape(4 // kv_heads, 8),
+        dtype=torch.float32,
+        window=window,
     )
     got = paged_attention(q, k, v, plan, 8**-0.5, **options)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
@@ -67,7 +73,7 @@ def test_values_may_be_the_first_part_of_the_keys(case: str, page_size: int) -> 
     k = torch.randn(NUM_PAGES, 1, page_size, 9, generator=g)
     q = torch.randn(sum(query_lens), 6, 9, generator=g)
     tables = tables_of(len(query_lens), g)
-    plan = plan_attention(tables, query_lens, context_lens, page_size, group=6, dtype=torch.float32)
+    plan = plan_attention(tables, query_lens, context_lens, page_size, heads=HeadShape(6, 5), dtype=torch.float32)
     got = paged_attention(q, k, None, plan, 0.4, v_dim=5)
     expected = paged_attention_reference(q, k, k[..., :5], tables, query_lens, context_lens, 0.4)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)

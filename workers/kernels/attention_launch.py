@@ -1,0 +1,154 @@
+"""Launches the Triton kernels of attention: the same plan and call as the torch implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from workers.kernels.paged_attention import HeadShape
+from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
+
+SPLIT = 512
+"""Positions of a split: 8k tokens of 8 KV heads fill 128 processors, and the partial sums are 1.6 % of the KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The tile sizes for one shape of heads, for decodes and extends alike.
+
+    They follow from the weights' shapes, never from the batch: tensor cores of one kind may add up the products of
+    a row in another order for tiles of another size.
+    """
+
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def blocks_of(v_dim: int) -> Blocks:
+    """Two rows' sums stay in registers, and two stages of keys and values in 64 KB, which every device has.
+
+    A decode leaves most of its rows empty, which costs nothing that its reading of the KV does not hide.
+    """
+    width = triton.next_power_of_2(v_dim)
+    if width > 256:
+        return Blocks(16, 32, 8, 2)
+    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 8, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """What all layers of a KV group share in a step, on the device."""
+
+    tables: Tensor
+    """int32 ``[sequences, max_pages]``"""
+    spans: Tensor
+    """int32 ``[sequences, 3]``: its first query in the batch, its queries, its context."""
+    side_by_side: Tensor
+    """int32 ``[tiles, 2]``: the sequence and first row of each tile whose splits are programs of their own."""
+    one_by_one: Tensor
+    """int32 ``[tiles, 2]``: the others."""
+    num_splits: int
+    """The most splits of a tile of the first kind."""
+    page_size: int
+    group: int
+    window: int
+    blocks: Blocks
+
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor | None,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        v_dim: int = 0,
+    ) -> Tensor:
+        """See ``paged_attention``."""
+        q, k_dim = q.contiguous(), q.shape[-1]
+        latent = v_pages is None
+        values = k_pages if v_pages is None else v_pages
+        v_dim = v_dim if latent else values.shape[-1]
+        heads, kv_heads = q.shape[1], k_pages.shape[1]
+        out = q.new_empty(q.shape[0], heads, v_dim)
+        blocks = self.blocks
+        block_v = max(16, triton.next_power_of_2(v_dim))
+        shape = {
+            "HEADS": heads,
+            "GROUP": self.group,
+            "BLOCK_M": blocks.rows,
+            "SPLIT": SPLIT,
+            "WINDOW": self.window,
+            "V_DIM": v_dim,
+            "BLOCK_V": block_v,
+        }
+        inner = shape | {
+            "PAGE": self.page_size,
+            "K_DIM": k_dim,
+            "BLOCK_D": block_v if latent else max(16, triton.next_power_of_2(k_dim)),
+            "BLOCK_R": max(16, triton.next_power_of_2(k_dim - v_dim)) if latent else 16,
+            "BLOCK_N": blocks.block_n,
+            "SOFTCAP": softcap > 0,
+            "LATENT": latent,
+        }
+        # Whether a product and a sum are fused must not be the compiler's choice, kernel by kernel.
+        options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
+        strides = (self.tables.stride(0), *k_pages.stride()[:2], *values.stride()[:2])
+        read = (q, k_pages, values, self.tables)
+        given_sinks = q if sinks is None else sinks
+        if len(self.one_by_one):
+            extend_kernel[len(self.one_by_one), kv_heads](
+                out, *read, self.one_by_one, self.spans, given_sinks, scale, softcap, *strides,
+                **inner, SINKS=sinks is not None, **options,
+            )  # fmt: skip
+        if len(self.side_by_side):
+            num_parts = len(self.side_by_side) * kv_heads * self.num_splits * blocks.rows
+            part_values = torch.empty(num_parts * v_dim, dtype=torch.float32, device=q.device)
+            part_sums = torch.empty(num_parts * 2, dtype=torch.float32, device=q.device)
+            decode_kernel[len(self.side_by_side), kv_heads, self.num_splits](
+                part_values, part_sums, *read, self.side_by_side, self.spans, scale, softcap, *strides,
+                **inner, **options,
+            )  # fmt: skip
+            sum_kernel[len(self.side_by_side), kv_heads](
+                out, part_values, part_sums, self.side_by_side, self.spans, given_sinks, self.num_splits,
+                **shape, SINKS=sinks is not None, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
+
+
+def plan_triton_attention(
+    tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    page_size: int,
+    *,
+    heads: HeadShape,
+    dtype: torch.dtype,
+    window: int = 0,
+) -> TritonPlan:
+    """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
+    blocks, group = blocks_of(heads.v_dim), heads.group
+    spans, side_by_side, one_by_one = [], [], []
+    first_query = num_splits = 0
+    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        spans += [first_query, query_len, context_len]
+        first_query += query_len
+        first = max(0, context_len - window) // SPLIT if window else 0
+        splits = (context_len - 1) // SPLIT + 1 - first
+        tiles = [part for row in range(0, query_len * group, blocks.rows) for part in (sequence, row)]
+        if query_len == 1 and splits > 1:
+            side_by_side += tiles
+            num_splits = max(num_splits, splits)
+        else:
+            one_by_one += tiles
+    packed = torch.tensor([*spans, *side_by_side, *one_by_one], dtype=torch.int32).to(tables.device, non_blocking=True)
+    parts = packed.split((len(spans), len(side_by_side), len(one_by_one)))
+    spans_, side, one = parts[0].view(-1, 3), parts[1].view(-1, 2), parts[2].view(-1, 2)
+    return TritonPlan(tables, spans_, side, one, num_splits, page_size, group, window, blocks)
