@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
@@ -34,6 +35,7 @@ from router.journal.interface import (
 )
 from router.journal.redis_scripts import COMMON, SCRIPTS
 
+T = TypeVar("T")
 TIMEOUT_S = 5.0
 """Deadline of a connection attempt and of an answer."""
 PREFIX = "holdfast:"
@@ -68,6 +70,7 @@ class RedisJournal:
             raise ConfigError(f"journal_url: {error}") from None
         self._scripts = {name: self._redis.register_script(COMMON + text) for name, text in SCRIPTS.items()}
         self._beats: asyncio.Task[None] | None = None
+        self._commands: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         try:
@@ -88,6 +91,7 @@ class RedisJournal:
             self._beats.cancel()
             await asyncio.gather(self._beats, return_exceptions=True)
             await asyncio.gather(self._redis.delete(self._lease_key()), return_exceptions=True)
+        await asyncio.gather(*self._commands, return_exceptions=True)
         await self._redis.aclose()
 
     # ---- the interface ----------------------------------------------------------------------------
@@ -201,19 +205,31 @@ class RedisJournal:
 
     async def _execute(self, *commands: tuple[Any, ...]) -> list[Any]:
         """The answers to commands that run in one transaction."""
-        try:
+
+        async def execute() -> list[Any]:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()
+                return answers
+
+        try:
+            return await self._to_its_end(execute())
         except (RedisError, OSError) as error:
             raise JournalUnavailable(f"the journal does not answer: {error}") from None
-        return answers
+
+    async def _to_its_end(self, command: Coroutine[Any, Any, T]) -> T:
+        """Its answer. It runs on if the caller is cancelled, because a cancelled command leaves its connection open."""
+        task = asyncio.ensure_future(command)
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
 
     async def _run(self, name: str, session_id: str, tenant: str, *args: Any, more_keys: tuple[str, ...] = ()) -> Any:
         try:
             keys = (*_keys(session_id, tenant), *more_keys)
-            answer = await self._scripts[name](keys=keys, args=(session_id, *args))
+            answer: Any = await self._to_its_end(self._scripts[name](keys=keys, args=(session_id, *args)))
         except (RedisError, OSError) as error:
             raise JournalUnavailable(f"the journal cannot be written: {error}") from None
         if answer[0] != 0:
@@ -224,7 +240,7 @@ class RedisJournal:
         return LEASE + self.router
 
     async def _renew_lease(self) -> None:
-        await self._redis.set(self._lease_key(), 1, px=int(1000 * self._lease_s))
+        await self._to_its_end(self._redis.set(self._lease_key(), 1, px=int(1000 * self._lease_s)))
 
     async def _keep_lease(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -11,9 +12,6 @@ from torch import Tensor
 
 from workers.kernels.paged_attention import HeadShape
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
-
-SPLIT = 512
-"""Positions of a split: 8k tokens of 8 KV heads fill 128 processors, and the partial sums are 1.6 % of the KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +24,62 @@ class Blocks:
 
     rows: int
     block_n: int
-    num_warps: int
-    num_stages: int
+    split: int
+    """Positions that are summed apart: few enough that one long sequence fills a device, and enough that the partial
+    sums are a small part of the KV."""
+    num_warps: int = 8
+    num_stages: int = 2
 
 
 def blocks_of(v_dim: int) -> Blocks:
-    """Two rows' sums stay in registers, and two stages of keys and values in 64 KB, which every device has.
+    """The largest that no compiler spills (docs/kernels.md), with two stages in 64 KB, which every device has.
 
     A decode leaves most of its rows empty, which costs nothing that its reading of the KV does not hide.
     """
     width = triton.next_power_of_2(v_dim)
-    if width > 256:
-        return Blocks(16, 32, 8, 2)
-    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 8, 2)
+    if width <= 64:
+        return Blocks(64, 64, 512)
+    if width <= 128:
+        return Blocks(64, 32, 512)
+    return Blocks(32, 32, 512) if width <= 256 else Blocks(16, 16, 1024)
+
+
+def constants(
+    *,
+    heads: int,
+    group: int,
+    k_dim: int,
+    v_dim: int,
+    page_size: int,
+    window: int,
+    softcap: bool,
+    sinks: bool,
+    latent: bool,
+) -> dict[str, int | bool]:
+    """What the kernels are compiled for."""
+    blocks = blocks_of(v_dim)
+    block_v = max(16, triton.next_power_of_2(v_dim))
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "PAGE": page_size,
+        "K_DIM": k_dim,
+        "V_DIM": v_dim,
+        "BLOCK_D": block_v if latent else max(16, triton.next_power_of_2(k_dim)),
+        "BLOCK_V": block_v,
+        "BLOCK_R": max(16, triton.next_power_of_2(k_dim - v_dim)) if latent else 16,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.block_n,
+        "SPLIT": blocks.split,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+        "SINKS": sinks,
+        "LATENT": latent,
+    }
+
+
+def _of(kernel: Any, known: dict[str, int | bool]) -> dict[str, int | bool]:
+    return {name: value for name, value in known.items() if name in kernel.arg_names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +120,17 @@ class TritonPlan:
         heads, kv_heads = q.shape[1], k_pages.shape[1]
         out = q.new_empty(q.shape[0], heads, v_dim)
         blocks = self.blocks
-        block_v = max(16, triton.next_power_of_2(v_dim))
-        shape = {
-            "HEADS": heads,
-            "GROUP": self.group,
-            "BLOCK_M": blocks.rows,
-            "SPLIT": SPLIT,
-            "WINDOW": self.window,
-            "V_DIM": v_dim,
-            "BLOCK_V": block_v,
-        }
-        inner = shape | {
-            "PAGE": self.page_size,
-            "K_DIM": k_dim,
-            "BLOCK_D": block_v if latent else max(16, triton.next_power_of_2(k_dim)),
-            "BLOCK_R": max(16, triton.next_power_of_2(k_dim - v_dim)) if latent else 16,
-            "BLOCK_N": blocks.block_n,
-            "SOFTCAP": softcap > 0,
-            "LATENT": latent,
-        }
+        known = constants(
+            heads=heads,
+            group=self.group,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            page_size=self.page_size,
+            window=self.window,
+            softcap=softcap > 0,
+            sinks=sinks is not None,
+            latent=latent,
+        )
         # Whether a product and a sum are fused must not be the compiler's choice, kernel by kernel.
         options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
         strides = (self.tables.stride(0), *k_pages.stride()[:2], *values.stride()[:2])
@@ -106,7 +139,7 @@ class TritonPlan:
         if len(self.one_by_one):
             extend_kernel[len(self.one_by_one), kv_heads](
                 out, *read, self.one_by_one, self.spans, given_sinks, scale, softcap, *strides,
-                **inner, SINKS=sinks is not None, **options,
+                **_of(extend_kernel, known), **options,
             )  # fmt: skip
         if len(self.side_by_side):
             num_parts = len(self.side_by_side) * kv_heads * self.num_splits * blocks.rows
@@ -114,11 +147,11 @@ class TritonPlan:
             part_sums = torch.empty(num_parts * 2, dtype=torch.float32, device=q.device)
             decode_kernel[len(self.side_by_side), kv_heads, self.num_splits](
                 part_values, part_sums, *read, self.side_by_side, self.spans, scale, softcap, *strides,
-                **inner, **options,
+                **_of(decode_kernel, known), **options,
             )  # fmt: skip
             sum_kernel[len(self.side_by_side), kv_heads](
                 out, part_values, part_sums, self.side_by_side, self.spans, given_sinks, self.num_splits,
-                **shape, SINKS=sinks is not None, num_warps=4, enable_fp_fusion=False,
+                **_of(sum_kernel, known), **options,
             )  # fmt: skip
         return out
 
@@ -135,13 +168,14 @@ def plan_triton_attention(
 ) -> TritonPlan:
     """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
     blocks, group = blocks_of(heads.v_dim), heads.group
+    split = blocks.split
     spans, side_by_side, one_by_one = [], [], []
     first_query = num_splits = 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         spans += [first_query, query_len, context_len]
         first_query += query_len
-        first = max(0, context_len - window) // SPLIT if window else 0
-        splits = (context_len - 1) // SPLIT + 1 - first
+        first = max(0, context_len - window) // split if window else 0
+        splits = (context_len - 1) // split + 1 - first
         tiles = [part for row in range(0, query_len * group, blocks.rows) for part in (sequence, row)]
         if query_len == 1 and splits > 1:
             side_by_side += tiles

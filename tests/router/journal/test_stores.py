@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from holdfast.errors import (
 )
 from router.journal.redis import RedisJournal
 from router.journal.sqlite import SqliteJournal
-from tests.redis_server import redis_server
+from tests.redis_server import RedisServer, redis_server
 from tests.router.journal.records import ids, take, turn
 
 
@@ -88,6 +89,22 @@ async def test_a_redis_that_cannot_keep_the_promise_is_refused(
         with pytest.raises(ConfigError, match=message):
             await journal.start()
         await journal.close()
+
+
+async def test_a_cancelled_caller_leaves_no_connection_behind(redis: RedisServer) -> None:
+    """As when clients hang up: at any moment of a command, and right before the router stops."""
+    for attempt in range(20):
+        journal = RedisJournal(redis.url, "process")
+        await journal.start()
+        calls = [asyncio.create_task(journal.put_objects("cancelled", {f"a/{i}": b"x" * 50_000})) for i in range(12)]
+        calls += [asyncio.create_task(take(journal, f"cancelled-{attempt}-{i}", "me")) for i in range(12)]
+        await asyncio.sleep(attempt * 0.0005)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await journal.close()
+        del journal, calls
+    gc.collect()  # an open socket warns, which is an error here
 
 
 async def test_no_redis_is_a_clear_error() -> None:

@@ -21,8 +21,7 @@ from workers.kernels.paged_attention import HeadShape, paged_attention_reference
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short contexts have several, and small tiles, which the interpreter computes sooner."""
-    monkeypatch.setattr(attention_launch, "SPLIT", 32)
-    monkeypatch.setattr(attention_launch, "blocks_of", lambda v_dim: Blocks(16, 16, 4, 2))
+    monkeypatch.setattr(attention_launch, "blocks_of", lambda v_dim: Blocks(16, 16, 32))
 
 
 def check(

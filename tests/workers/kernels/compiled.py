@@ -1,0 +1,198 @@
+"""Compiles the kernels for GPUs that are not here, and says what the compilers say of them.
+
+``python -m tests.workers.kernels.compiled`` writes the table of docs/kernels.md. Without ``TRITON_INTERPRET``: a
+kernel that was imported for the interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from workers.kernels.attention_launch import blocks_of, constants
+from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
+BEGIN, END = "<!-- compiled -->\n", "<!-- end -->"
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
+}
+"""With the shared memory of a program, in KB."""
+TENSOR_CORES = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
+BATCH, CONTEXT = 64, 8192
+"""Of the decode whose bytes are counted."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A model's heads on one rank."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int = 0
+    """Latent attention: the values are the first part of the keys."""
+    window: int = 0
+    softcap: bool = False
+    sinks: bool = False
+
+
+HEADS = {
+    "Llama 3.1 8B": Heads(32, 8, 128),
+    "gpt-oss 20B, window": Heads(64, 8, 64, window=128, sinks=True),
+    "Gemma 2 27B, window": Heads(32, 16, 128, window=4096, softcap=True),
+    "Gemma 3 12B": Heads(16, 8, 256),
+    "DeepSeek V3, TP 8": Heads(16, 1, 576, v_dim=512),
+}
+KERNELS = {"decode": decode_kernel, "extend": extend_kernel, "sum of splits": sum_kernel}
+POINTERS = {
+    "tables": "*i32",
+    "tiles": "*i32",
+    "spans": "*i32",
+    "part_values": "*fp32",
+    "part_sums": "*fp32",
+    **dict.fromkeys(("out", "q", "k_pages", "v_pages", "sinks"), "*bf16"),
+}
+
+
+@dataclass
+class Row:
+    """What a compiler says of one kernel."""
+
+    kernel: str
+    heads: str
+    target: str
+    registers: int
+    spilled_bytes: int
+    shared_kb: float
+    tensor_cores: str
+
+    def __str__(self) -> str:
+        limit = TARGETS[self.target][1]
+        return (
+            f"| {self.kernel} | {self.heads} | {self.target} | {self.registers} | {self.spilled_bytes} "
+            f"| {self.shared_kb:.0f} of {limit} KB | {self.tensor_cores or '-'} |"
+        )
+
+
+def compiled(kernel: str, heads: str, target: str) -> Row:
+    """Compile one kernel of bf16 queries and pages."""
+    source, shape = KERNELS[kernel], HEADS[heads]
+    given = constants(
+        heads=shape.heads,
+        group=shape.heads // shape.kv_heads,
+        k_dim=shape.dim,
+        v_dim=shape.v_dim or shape.dim,
+        page_size=16,
+        window=shape.window,
+        softcap=shape.softcap,
+        sinks=shape.sinks,
+        latent=bool(shape.v_dim),
+    )
+    names: list[str] = source.arg_names
+    constexprs = {(i,): given[name] for i, name in enumerate(names) if name in given}
+    floats = ("scale", "softcap")
+    signature = {
+        name: "constexpr" if name in given else POINTERS.get(name, "fp32" if name in floats else "i32")
+        for name in names
+    }
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(i,): aligned for i, name in enumerate(names) if name in POINTERS or name.endswith("stride")}
+    blocks = blocks_of(shape.v_dim or shape.dim)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
+    built = triton.compile(
+        ASTSource(fn=source, signature=signature, constexprs=constexprs, attrs=attributes),
+        target=TARGETS[target][0],
+        options=options,
+    )
+    found = _nvidia(built, TARGETS[target][0]) if target.startswith("sm_") else _amd(built.asm["amdgcn"])
+    return Row(kernel, heads, target, *found[:2], built.metadata.shared / 1024, found[2])
+
+
+def _nvidia(built: Any, target: GPUTarget) -> tuple[int, int, str]:
+    ptx = built.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]  # type: ignore[index]
+        command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return registers, spilled, _instruction(ptx)
+
+
+def _amd(assembly: str) -> tuple[int, int, str]:
+    counts = {name: int(count) for name, count in re.findall(r"\.(\w+_count):\s*(\d+)", assembly)}
+    return counts["vgpr_count"], 4 * counts["vgpr_spill_count"], _instruction(assembly)
+
+
+def _instruction(assembly: str) -> str:
+    return next((name for name in TENSOR_CORES if name in assembly), "")
+
+
+def bytes_moved(heads: Heads) -> float:
+    """Bytes of a decode over the least that it needs, counted from the launch grid: a tile reads its KV once."""
+    blocks, group = blocks_of(heads.v_dim or heads.dim), heads.heads // heads.kv_heads
+    tiles = -(-group // blocks.rows)
+    attended = min(CONTEXT, heads.window or CONTEXT)
+    kv = attended * heads.kv_heads * (heads.dim if heads.v_dim else 2 * heads.dim) * 2
+    ends = heads.heads * (heads.dim + (heads.v_dim or heads.dim)) * 2
+    splits = (CONTEXT - 1) // blocks.split + 1 - max(0, CONTEXT - heads.window if heads.window else 0) // blocks.split
+    parts = 2 * splits * heads.heads * ((heads.v_dim or heads.dim) + 2) * 4 if splits > 1 else 0
+    tables = heads.kv_heads * attended // 16 * 4 * tiles
+    return (tiles * kv + ends + parts + tables) / (kv + ends)
+
+
+def rows(cases: Iterator[tuple[str, str, str]]) -> list[Row]:
+    return [compiled(*case) for case in cases]
+
+
+def every_case() -> Iterator[tuple[str, str, str]]:
+    for kernel in KERNELS:
+        for heads in HEADS:
+            if kernel != "sum of splits" or not HEADS[heads].window:
+                yield from ((kernel, heads, target) for target in TARGETS)
+
+
+def table(found: list[Row]) -> str:
+    """The table of docs/kernels.md."""
+    lines = [
+        "| kernel | heads of | target | registers | spilled bytes | shared memory | tensor cores |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *map(str, found),
+        "",
+        f"| decode of {BATCH} x {CONTEXT} tokens | bytes moved over the least |",
+        "| --- | --- |",
+        *(f"| {name} | {bytes_moved(heads):.3f} |" for name, heads in HEADS.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the document's table, or with cases as JSON, print their rows as JSON."""
+    if len(sys.argv) > 1:
+        cases = iter([tuple(case) for case in json.loads(sys.argv[1])])
+        print(json.dumps([asdict(row) for row in rows(cases)]))
+        return
+    head, rest = DOCUMENT.read_text().split(BEGIN)
+    DOCUMENT.write_text(head + BEGIN + table(rows(every_case())) + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
