@@ -18,7 +18,7 @@ class EngineConfig:
     dtype: str = "auto"
     """``auto``: the checkpoint's on CUDA, float32 on CPU, where half precision is emulated or inexact."""
     attention_backend: str = "auto"
-    """See ``kernels.attention``."""
+    """The kernels: see ``kernels.backend``."""
     page_size: int = 16
     context_length: int | None = None
     """None: the model's own limit."""

@@ -109,12 +109,12 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
     """Put the simulated edges in place of the real ones."""
 
     numbers = itertools.count(1)
-    no_metrics = (SimpleNamespace(server_port=0), None)
+    no_metrics = SimpleNamespace(url="", stop=lambda: None)
     patches = [
         mock.patch("grpc.aio.insecure_channel", lambda address, **options: network().channel(address)),
         mock.patch("grpc.aio.server", lambda **options: network().server()),
         mock.patch.object(reflection, "enable_server_reflection", lambda names, server: None),
-        mock.patch.object(workers.serving.worker_server, "start_http_server", lambda *args: no_metrics),
+        mock.patch.object(workers.serving.worker_server, "MetricsServer", lambda *args: no_metrics),
         mock.patch.object(workers.serving.worker_server, "Leader", SimulatedLeader),
         mock.patch.object(workers.serving.worker_server, "RankLinks", SimulatedLinks),
         mock.patch.object(workers.serving.rank_server, "Follower", SimulatedFollower),

@@ -16,7 +16,7 @@ from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.engine.step_log import RecordedCache
 from workers.grammar.compiler import GrammarCompiler
-from workers.kernels.attention import attention_planner
+from workers.kernels.backend import load_backend
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
@@ -48,7 +48,8 @@ class Rank:
         )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
-        self._plan_attention = attention_planner(config.attention_backend, self.device)
+        backend = load_backend(config.attention_backend, self.device)
+        self._plan_attention = backend.plan_attention
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads)
@@ -60,6 +61,7 @@ class Rank:
             context_len=self.context_len,
             group=group,
             expert_parallel=config.expert_parallel,
+            ops=backend.elementwise,
         )
         model = self.decoder.config
         num_pages = pages_by_group(config, model, self.dtype, self.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from workers.kernels.elementwise import Elementwise, Places, Rotation, TorchElementwise
 from workers.models.feed_forward import ExpertsWeights, MLPWeights, experts, mlp
 from workers.models.kv_pool import KVPool
 from workers.models.mixers import (
@@ -22,7 +23,6 @@ from workers.models.mixers import (
     attention,
     latent_attention,
 )
-from workers.models.norm import rms_norm
 from workers.models.parallel import RankGroup
 from workers.models.rope import rope_table
 from workers.models.spec import AttentionSpec, LatentSpec, LayerSpec, MLPSpec, ModelConfig, RopeConfig
@@ -69,10 +69,19 @@ class Decoder:
     """The model: weights, the rope tables, and ``forward``."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, context_len: int, group: RankGroup | None = None
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        context_len: int,
+        group: RankGroup | None = None,
+        ops: Elementwise | None = None,
     ) -> None:
-        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others."""
+        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others.
+
+        ``ops``: None for torch's.
+        """
         self.config = config
+        self._ops = ops or TorchElementwise()
         self._group = group
         self.weights = weights
         self.dtype = weights.embedding.dtype
@@ -94,30 +103,38 @@ class Decoder:
 
         In a group, rank 0 gets the logits; the others get their own part of the vocabulary.
         """
-        turns = [[part[batch.positions] for part in table] for table in self._tables]
+        rotations = [Rotation(*(part[batch.positions] for part in table)) for table in self._tables]
         hidden = self._embed(batch.tokens)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        delta = None
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
-            cos, sin = turns[self._rope_of[i]]
-            at = Position(i, kv, batch.groups[self._group_of[i]], batch.write_offsets, cos, sin)
-            hidden = self._layer(hidden, spec, weights, at)
-        picked = rms_norm(hidden[batch.logit_rows], self.weights.final_norm, self.config.norm_eps)
+            pages = batch.groups[self._group_of[i]]
+            places = Places(kv.k[i], kv.v[i], pages.write_pages, batch.write_offsets)
+            at = Position(places, pages.attention, rotations[self._rope_of[i]], self._ops)
+            hidden, delta = self._layer(hidden, delta, spec, weights, at)
+        assert delta is not None, "a model has layers"
+        rows, eps = batch.logit_rows, self.config.norm_eps
+        picked, _ = self._ops.add_norm(hidden[rows], delta[rows], self.weights.final_norm, eps)
         logits = self._gathered(linear(picked, self.weights.head).float())
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def _layer(self, hidden: Tensor, spec: LayerSpec, w: LayerWeights, at: Position) -> Tensor:
-        mixed = self._sum(self._mix(self._norm(hidden, w.before_mixer), spec, w, at))
-        hidden = hidden + self._norm(mixed, w.after_mixer)
-        x = self._norm(hidden, w.before_feed_forward)
+    def _layer(
+        self, hidden: Tensor, delta: Tensor | None, spec: LayerSpec, w: LayerWeights, at: Position
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is to be added to it, before and after the layer: sums go with norms."""
+        ops, eps = self._ops, self.config.norm_eps
+        x, hidden = ops.add_norm(hidden, delta, w.before_mixer, eps)
+        mixed = self._norm(self._sum(self._mix(x, spec, w, at)), w.after_mixer)
+        x, hidden = ops.add_norm(hidden, mixed, w.before_feed_forward, eps)
         if isinstance(w.feed_forward, MLPWeights):
             assert isinstance(spec.feed_forward, MLPSpec)
-            out = mlp(x, spec.feed_forward, w.feed_forward)
+            out = mlp(x, spec.feed_forward, w.feed_forward, ops)
         else:
             assert not isinstance(spec.feed_forward, MLPSpec)
-            out = experts(x, spec.feed_forward, w.feed_forward)
-        return hidden + self._norm(self._sum(out), w.after_feed_forward)
+            out = experts(x, spec.feed_forward, w.feed_forward, ops)
+        return hidden, self._norm(self._sum(out), w.after_feed_forward)
 
     def _mix(self, x: Tensor, spec: LayerSpec, w: LayerWeights, at: Position) -> Tensor:
         if isinstance(w.mixer, LatentWeights):
@@ -127,7 +144,7 @@ class Decoder:
         return attention(x, spec.mixer, w.mixer, at, self.config.norm_eps, self._group)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self.config.norm_eps)
+        return x if weight is None else self._ops.norm(x, weight, self.config.norm_eps)
 
     # ---- tensor parallelism (the scheme of Megatron-LM, arXiv:1909.08053) -------------------------
 

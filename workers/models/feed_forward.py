@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import linear, silu
 
+from workers.kernels.elementwise import Elementwise
 from workers.models.spec import ExpertsSpec, MLPSpec, RouterSpec
 
 
@@ -37,14 +38,12 @@ class ExpertsWeights:
     shared_gate: Tensor | None
 
 
-def mlp(x: Tensor, spec: MLPSpec, w: MLPWeights) -> Tensor:
+def mlp(x: Tensor, spec: MLPSpec, w: MLPWeights, ops: Elementwise) -> Tensor:
     """This rank's share of an MLP ``[tokens, hidden]``, to be summed over the ranks."""
-    gate, up = linear(x, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-    gate = gelu(gate, approximate="tanh") if spec.activation == "gelu_pytorch_tanh" else silu(gate)
-    return linear(gate * up, w.down, w.down_bias)
+    return linear(ops.gated(linear(x, w.gate_up, w.gate_up_bias), spec.activation), w.down, w.down_bias)
 
 
-def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights) -> Tensor:
+def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights, ops: Elementwise) -> Tensor:
     """This rank's share of a mixture of experts ``[tokens, hidden]``, to be summed over the ranks.
 
     Tokens are sorted by expert, each expert that has tokens computes them in one product, and each token
@@ -66,7 +65,7 @@ def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights) -> Tensor:
     by_token[order] = outputs
     out = (by_token.view(-1, top_k, x.shape[-1]) * weights[..., None]).sum(1).to(x.dtype)
     if spec.shared is not None and w.shared is not None:
-        shared = mlp(x, spec.shared, w.shared)
+        shared = mlp(x, spec.shared, w.shared, ops)
         if w.shared_gate is not None:
             shared = shared * torch.sigmoid(linear(x, w.shared_gate))
         out = out + shared

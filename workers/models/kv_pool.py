@@ -39,13 +39,6 @@ class KVPool:
                 if tensor is not None:
                     self._parts[groups.index(group)].append(tensor)
 
-    def write(self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Write ``k, v [tokens, kv_heads, dim]`` at each token's page and offset."""
-        self.k[layer][pages, :, offsets] = k
-        values = self.v[layer]
-        if values is not None and v is not None:
-            values[pages, :, offsets] = v
-
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole pages ``(group, source, target)``, in order: a target may be a later source."""
         for group, source, target in copies:

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from workers.kernels.attention import AttentionPlan
-from workers.models.kv_pool import KVPool
-from workers.models.norm import rms_norm
+from workers.kernels.elementwise import Elementwise, HeadNorms, Places, Rotation
 from workers.models.parallel import RankGroup
-from workers.models.rope import apply_rope
 from workers.models.spec import AttentionSpec, LatentSpec, QKNorm
 
 LATENT_EPS = 1e-6
@@ -30,17 +28,12 @@ class GroupBatch:
 
 @dataclass(slots=True)
 class Position:
-    """Where a layer reads and writes: its index in the KV pool, the step's pages, and the rotary embedding."""
+    """Where a layer reads and writes: its KV, the step's pages, the rotary embedding; and by what."""
 
-    layer: int
-    kv: KVPool
-    pages: GroupBatch
-    write_offsets: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    def write(self, k: Tensor, v: Tensor | None) -> None:
-        self.kv.write(self.layer, self.pages.write_pages, self.write_offsets, k, v)
+    places: Places
+    attention: AttentionPlan
+    rotation: Rotation
+    ops: Elementwise
 
 
 @dataclass(slots=True)
@@ -81,27 +74,27 @@ def attention(
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q, k, v = linear(x, w.qkv, w.qkv_bias).split((q_size, kv_size, kv_size), dim=-1)
     if spec.qk_norm is QKNorm.ALL:
-        q, k = _norm_all_heads(q, k, w, eps, group)
+        q, k = _norm_all_heads(q, k, w, eps, group, at.ops)
     q = q.reshape(-1, spec.num_heads, spec.head_dim)
     k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)
     v = v.reshape(-1, spec.num_kv_heads, spec.head_dim)
+    norms = None
     if spec.qk_norm is QKNorm.HEAD:
         assert w.q_norm is not None and w.k_norm is not None
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
-    q, k = apply_rope(q, at.cos, at.sin), apply_rope(k, at.cos, at.sin)
-    at.write(k, v)
-    k_pages, v_pages = at.kv.k[at.layer], at.kv.v[at.layer]
-    out = at.pages.attention.attend(q, k_pages, v_pages, spec.scale, softcap=spec.softcap, sinks=w.sinks)
+        norms = HeadNorms(w.q_norm, w.k_norm, eps)
+    q = at.ops.rotate_and_write(q, k, v, norms, at.rotation, at.places)
+    k_pages, v_pages = at.places.k_pages, at.places.v_pages
+    out = at.attention.attend(q, k_pages, v_pages, spec.scale, softcap=spec.softcap, sinks=w.sinks)
     return linear(out.reshape(-1, q_size), w.o, w.o_bias)
 
 
 def _norm_all_heads(
-    q: Tensor, k: Tensor, w: AttentionWeights, eps: float, group: RankGroup | None
+    q: Tensor, k: Tensor, w: AttentionWeights, eps: float, group: RankGroup | None, ops: Elementwise
 ) -> tuple[Tensor, Tensor]:
     """RMS norms over the heads of all ranks. Ranks that hold the same KV head count it once each."""
     assert w.q_norm is not None and w.k_norm is not None
     if group is None:
-        return rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+        return ops.norm(q, w.q_norm, eps), ops.norm(k, w.k_norm, eps)
     squares = torch.stack((q.float().square().mean(-1), k.float().square().mean(-1)))
     q_mean, k_mean = group.all_reduce(squares) / group.shard.size
     q = (q.float() * torch.rsqrt(q_mean + eps)[:, None]).to(q.dtype) * w.q_norm
@@ -117,17 +110,15 @@ def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position
     """
     if w.q_a is not None:
         assert w.q_a_norm is not None
-        queries = linear(rms_norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_EPS), w.q_b)
+        queries = linear(at.ops.norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_EPS), w.q_b)
     else:
         queries = linear(x, w.q_b)
     queries = queries.view(-1, spec.num_heads, spec.nope_dim + spec.rope.dim)
     q_nope, q_rope = queries.split((spec.nope_dim, spec.rope.dim), dim=-1)
     latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split((spec.kv_rank, spec.rope.dim), dim=-1)
-    latent = rms_norm(latent, w.kv_a_norm, LATENT_EPS)[:, None, :]
-    k_rope = apply_rope(k_rope[:, None, :], at.cos, at.sin)
-    at.write(torch.cat((latent, k_rope), dim=-1), None)
+    at.ops.write_latents(latent, w.kv_a_norm, LATENT_EPS, k_rope, at.rotation, at.places)
     absorbed = torch.einsum("thn,hnr->thr", q_nope, w.key)
-    q = torch.cat((absorbed, apply_rope(q_rope, at.cos, at.sin)), dim=-1)
-    out = at.pages.attention.attend(q, at.kv.k[at.layer], None, spec.scale, v_dim=spec.kv_rank)
+    q = torch.cat((absorbed, at.ops.rotate(q_rope, at.rotation)), dim=-1)
+    out = at.attention.attend(q, at.places.k_pages, None, spec.scale, v_dim=spec.kv_rank)
     values = torch.einsum("thr,hvr->thv", out, w.value)
     return linear(values.reshape(-1, spec.num_heads * spec.v_dim), w.o, w.o_bias)

@@ -33,15 +33,6 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int) -> tuple[Tensor, f
     return base, 1.0
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of ``x [tokens, heads, head_dim]`` by ``cos, sin [tokens, 1, rope_dim]``."""
-    dim = cos.shape[-1]
-    turned, rest = x[..., :dim], x[..., dim:]
-    rotated = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
-    turned = turned * cos + rotated * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
 def _trained_len(rope: RopeConfig) -> int:
     return int(rope.parameters["original_max_position_embeddings"])
 

@@ -22,7 +22,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import blocks_of, constants
+from workers.kernels.elementwise_launch import GATED_BLOCK, warps_of
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
+from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- end -->"
@@ -60,14 +62,32 @@ HEADS = {
     "DeepSeek V3, TP 8": Heads(16, 1, 576, v_dim=512),
 }
 KERNELS = {"decode": decode_kernel, "extend": extend_kernel, "sum of splits": sum_kernel}
-POINTERS = {
-    "tables": "*i32",
-    "tiles": "*i32",
-    "spans": "*i32",
-    "part_values": "*fp32",
-    "part_sums": "*fp32",
-    **dict.fromkeys(("out", "q", "k_pages", "v_pages", "sinks"), "*bf16"),
+HEAD_OF_128 = {"DIM": 128, "V_DIM": 128, "ROPE": 128, "PAGE": 16, "BLOCK": 128}
+ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
+    "add and norm": (
+        add_norm_kernel,
+        "Llama 3.1 8B",
+        warps_of(4096),
+        {"SIZE": 4096, "BLOCK": 4096, "ADD": True, "NORM": True},
+    ),
+    "norm, rotate, write": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
+    "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "BLOCK_R": 64}),
+    "activation": (
+        gated_kernel,
+        "Llama 3.1 8B",
+        warps_of(GATED_BLOCK),
+        {"SIZE": 14336, "BLOCK": GATED_BLOCK, "GELU": False},
+    ),
 }
+"""Kernel, model, warps and constants. Each reads and writes every element once."""
+POINTERS = {
+    **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
+    **dict.fromkeys(("part_values", "part_sums"), "*fp32"),
+    **dict.fromkeys(("pages", "offsets"), "*i64"),
+    **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight"), "*bf16"),
+    **dict.fromkeys(("q_out", "cos", "sin", "q_weight", "k_weight", "latent", "k_rope", "gate_up"), "*bf16"),
+}
+FLOATS = ("scale", "softcap", "eps")
 
 
 @dataclass
@@ -92,6 +112,9 @@ class Row:
 
 def compiled(kernel: str, heads: str, target: str) -> Row:
     """Compile one kernel of bf16 queries and pages."""
+    if kernel in ELEMENTWISE:
+        source, _, num_warps, given = ELEMENTWISE[kernel]
+        return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps})
     source, shape = KERNELS[kernel], HEADS[heads]
     given = constants(
         heads=shape.heads,
@@ -104,21 +127,24 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
         sinks=shape.sinks,
         latent=bool(shape.v_dim),
     )
+    blocks = blocks_of(shape.v_dim or shape.dim)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return _compiled(kernel, heads, target, source, given, options)
+
+
+def _compiled(kernel: str, heads: str, target: str, source: Any, given: dict[str, Any], options: dict[str, Any]) -> Row:
     names: list[str] = source.arg_names
     constexprs = {(i,): given[name] for i, name in enumerate(names) if name in given}
-    floats = ("scale", "softcap")
     signature = {
-        name: "constexpr" if name in given else POINTERS.get(name, "fp32" if name in floats else "i32")
+        name: "constexpr" if name in given else POINTERS.get(name, "fp32" if name in FLOATS else "i32")
         for name in names
     }
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, name in enumerate(names) if name in POINTERS or name.endswith("stride")}
-    blocks = blocks_of(shape.v_dim or shape.dim)
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
     built = triton.compile(
         ASTSource(fn=source, signature=signature, constexprs=constexprs, attrs=attributes),
         target=TARGETS[target][0],
-        options=options,
+        options=options | {"enable_fp_fusion": False},
     )
     found = _nvidia(built, TARGETS[target][0]) if target.startswith("sm_") else _amd(built.asm["amdgcn"])
     return Row(kernel, heads, target, *found[:2], built.metadata.shared / 1024, found[2])
@@ -168,6 +194,8 @@ def every_case() -> Iterator[tuple[str, str, str]]:
         for heads in HEADS:
             if kernel != "sum of splits" or not HEADS[heads].window:
                 yield from ((kernel, heads, target) for target in TARGETS)
+    for kernel, (_, heads, *_) in ELEMENTWISE.items():
+        yield from ((kernel, heads, target) for target in TARGETS)
 
 
 def table(found: list[Row]) -> str:

@@ -1,0 +1,154 @@
+"""The operations between a layer's products in Triton, a program a row: see ``elementwise``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_kernel(
+    out,
+    total,
+    x,
+    delta,
+    weight,
+    eps,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Program (row): add, and normalize what the sum is in its own precision."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < SIZE
+    values = tl.load(x + row * x_stride + i, mask=there, other=0.0)
+    if ADD:
+        other = tl.load(delta + row * SIZE + i, mask=there, other=0.0)
+        values = (values.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + row * SIZE + i, values, mask=there)
+    if NORM:
+        exact = values.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / SIZE + eps)
+        weights = tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
+        tl.store(out + row * SIZE + i, (exact * scale * weights).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _rotated(head, weight, eps, cos, sin, d, DIM: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr):
+    """A head, normalized and rotated, in fp32: element d is turned with the one half of the rotated part away."""
+    half: tl.constexpr = ROPE // 2
+    other = tl.where(d < half, d + half, tl.where(d < ROPE, d - half, d))
+    x = tl.load(head + d, mask=d < DIM, other=0.0).to(tl.float32)
+    y = tl.load(head + other, mask=d < DIM, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / DIM + eps)
+        x = x * scale * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(weight + other, mask=d < DIM, other=0.0).to(tl.float32)
+    c = tl.load(cos + d, mask=d < ROPE, other=1.0).to(tl.float32)
+    s = tl.load(sin + d, mask=d < ROPE, other=0.0).to(tl.float32)
+    return x * c + tl.where(d < half, -y, y) * s
+
+
+@triton.jit
+def rotate_kernel(
+    q_out,
+    q,
+    k,
+    v,
+    k_pages,
+    v_pages,
+    pages,
+    offsets,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    v_stride,
+    k_page_stride,
+    v_page_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Program (token, head): a query to ``q_out``, a key or a value to its page."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    cos += token * ROPE
+    sin += token * ROPE
+    if head < HEADS:
+        result = _rotated(q + token * q_stride + head * q_head_stride, q_weight, eps, cos, sin, d, DIM, ROPE, NORM)
+        tl.store(q_out + (token * HEADS + head) * DIM + d, result.to(q_out.dtype.element_ty), mask=d < DIM)
+    else:
+        page, offset = tl.load(pages + token), tl.load(offsets + token)
+        if head < HEADS + KV_HEADS:
+            kv_head = head - HEADS
+            result = _rotated(k + token * k_stride + kv_head * DIM, k_weight, eps, cos, sin, d, DIM, ROPE, NORM)
+            at = page * k_page_stride + (kv_head * PAGE + offset) * DIM
+            tl.store(k_pages + at + d, result.to(k_pages.dtype.element_ty), mask=d < DIM)
+        else:
+            kv_head = head - HEADS - KV_HEADS
+            value = tl.load(v + token * v_stride + kv_head * V_DIM + d, mask=d < V_DIM, other=0.0)
+            at = page * v_page_stride + (kv_head * PAGE + offset) * V_DIM
+            tl.store(v_pages + at + d, value.to(v_pages.dtype.element_ty), mask=d < V_DIM)
+
+
+@triton.jit
+def latent_kernel(
+    k_pages,
+    latent,
+    k_rope,
+    pages,
+    offsets,
+    cos,
+    sin,
+    weight,
+    eps,
+    latent_stride,
+    rope_stride,
+    page_stride,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Program (token): its latent and its rotated key, side by side in its page."""
+    token = tl.program_id(0).to(tl.int64)
+    at = k_pages + tl.load(pages + token) * page_stride + tl.load(offsets + token) * (RANK + ROPE)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(latent + token * latent_stride + i, mask=i < RANK, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
+    weights = tl.load(weight + i, mask=i < RANK, other=0.0).to(tl.float32)
+    tl.store(at + i, (x * scale * weights).to(k_pages.dtype.element_ty), mask=i < RANK)
+    r = tl.arange(0, BLOCK_R)
+    turned = _rotated(
+        k_rope + token * rope_stride, weight, eps, cos + token * ROPE, sin + token * ROPE, r, ROPE, ROPE, False
+    )
+    tl.store(at + RANK + r, turned.to(k_pages.dtype.element_ty), mask=r < ROPE)
+
+
+@triton.jit
+def gated_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = i < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + i, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=there, other=0.0).to(tl.float32)
+    z = gate
+    if GELU:  # 0.5 (1 + tanh(z / 2)) is the logistic function of z
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    small = tl.exp(-tl.abs(z))  # of z or of -z, whichever does not overflow
+    active = gate * tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
+    tl.store(out + row * SIZE + i, (active * up).to(out.dtype.element_ty), mask=there)
