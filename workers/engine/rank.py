@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, samp
 from workers.engine.step_log import RecordedCache
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
+from workers.kernels.upload import upload
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
@@ -112,21 +114,27 @@ class Rank:
             last[group][row, column] = page
         for table, entries in zip(self.tables, last, strict=True):
             if entries:
-                index = torch.tensor(list(entries), device=self.device).T
-                table[index[0], index[1]] = torch.tensor(list(entries.values()), dtype=torch.int32, device=self.device)
+                rows, columns = zip(*entries, strict=True)
+                packed = upload([*rows, *columns, *entries.values()], torch.int64, self.device).view(3, -1)
+                table[packed[0], packed[1]] = packed[2].to(torch.int32)
         self.kv.copy_pages(copies)
         self.cache.finish_copies(len(copies))
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
         size, counts = self.cache.page_size, batch.counts
         context_lens = [start + count for start, count in zip(batch.starts, counts, strict=True)]
-        spans = zip(batch.starts, context_lens, strict=True)
-        positions = torch.tensor([p for start, end in spans for p in range(start, end)]).to(self.device)
-        rows = torch.tensor(batch.rows, device=self.device)
+        spans = list(zip(batch.starts, context_lens, strict=True))
+        parts: list[Sequence[int]] = [
+            batch.tokens,
+            [p for start, end in spans for p in range(start, end)],
+            [i for i, count in enumerate(counts) for _ in range(count)],
+            batch.rows,
+            batch.logit_rows,
+        ]
+        # One copy to the device for all of them.
+        packed = upload([*itertools.chain(*parts)], torch.int64, self.device)
+        tokens, positions, sequence, rows, logit_rows = packed.split([len(part) for part in parts])
         num_columns = -(-max(context_lens) // size)
-        sequence = torch.repeat_interleave(
-            torch.arange(len(counts), device=self.device), torch.tensor(counts, device=self.device)
-        )
         groups = []
         for group, whole, heads in zip(self.cache.groups, self.tables, self._head_shapes, strict=True):
             tables = whole[:, :num_columns].index_select(0, rows)
@@ -135,11 +143,11 @@ class Rank:
             )
             groups.append(GroupBatch(tables[sequence, positions // size].long(), plan))
         return ForwardBatch(
-            tokens=torch.tensor(batch.tokens, dtype=torch.int64).to(self.device),
+            tokens=tokens,
             positions=positions,
             write_offsets=positions % size,
             groups=groups,
-            logit_rows=torch.tensor(batch.logit_rows, dtype=torch.int64, device=self.device),
+            logit_rows=logit_rows,
         )
 
     def _sample(self, work: list[Work], logits: torch.Tensor, masks: Mapping[str, bytes], result: StepResult) -> None:

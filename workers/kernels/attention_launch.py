@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.kernels.paged_attention import HeadShape
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
+from workers.kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def plan_triton_attention(
             num_splits = max(num_splits, splits)
         else:
             one_by_one += tiles
-    packed = torch.tensor([*spans, *side_by_side, *one_by_one], dtype=torch.int32).to(tables.device, non_blocking=True)
+    packed = upload([*spans, *side_by_side, *one_by_one], torch.int32, tables.device)
     parts = packed.split((len(spans), len(side_by_side), len(one_by_one)))
     spans_, side, one = parts[0].view(-1, 3), parts[1].view(-1, 2), parts[2].view(-1, 2)
     return TritonPlan(tables, spans_, side, one, num_splits, page_size, group, window, blocks)

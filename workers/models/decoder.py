@@ -86,6 +86,9 @@ class Decoder:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self._embedding_scale: Tensor | None = None
+        if config.embedding_scale != 1.0:  # rounded to the weights' precision, as the checkpoint's authors do
+            self._embedding_scale = torch.full((), config.embedding_scale, dtype=self.dtype, device=self.device)
         groups = config.kv_groups
         self._group_of = [groups.index(group) for group in config.layer_groups]
         self._ropes: list[RopeConfig] = []
@@ -103,10 +106,10 @@ class Decoder:
 
         In a group, rank 0 gets the logits; the others get their own part of the vocabulary.
         """
-        rotations = [Rotation(*(part[batch.positions] for part in table)) for table in self._tables]
+        rotations = [Rotation(*(part.index_select(0, batch.positions) for part in table)) for table in self._tables]
         hidden = self._embed(batch.tokens)
-        if self.config.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
         delta = None
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             pages = batch.groups[self._group_of[i]]
@@ -115,7 +118,8 @@ class Decoder:
             hidden, delta = self._layer(hidden, delta, spec, weights, at)
         assert delta is not None, "a model has layers"
         rows, eps = batch.logit_rows, self.config.norm_eps
-        picked, _ = self._ops.add_norm(hidden[rows], delta[rows], self.weights.final_norm, eps)
+        last, last_delta = hidden.index_select(0, rows), delta.index_select(0, rows)
+        picked, _ = self._ops.add_norm(last, last_delta, self.weights.final_norm, eps)
         logits = self._gathered(linear(picked, self.weights.head).float())
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,0 +1,145 @@
+"""The forward pass of a GPU on fake tensors: nothing waits for the device, and nothing is on the wrong one.
+
+Under ``FakeTensorMode`` a value that the host reads from the device raises, and so do tensors of two devices. The
+experts still read how many tokens each of them has, so that their families are not here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from tests.parity.checkpoints import make_checkpoint
+from workers.kernels import attention_launch, elementwise_launch
+from workers.kernels.attention_launch import plan_triton_attention
+from workers.kernels.elementwise_launch import TritonElementwise
+from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
+
+CUDA = torch.device("cuda", 0)
+FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
+BATCHES = {"decode": ([1, 1, 1], [40, 3, 900]), "prefill": ([30], [30]), "mixed": ([1, 20, 1], [700, 25, 9])}
+
+
+class Launched:
+    """In place of a kernel: notes its launches, whose tensors must all be on the GPU."""
+
+    def __init__(self, kernel: Any, launches: list[str]) -> None:
+        self.arg_names: list[str] = kernel.arg_names
+        self._name, self._launches = kernel.fn.__name__, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert 1 <= len(grid) <= 3 and all(isinstance(size, int) and size > 0 for size in grid)
+
+        def launch(*args: Any, **constants: Any) -> None:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            assert all(isinstance(t, FakeTensor) and t.device == CUDA for t in tensors)
+            assert len(args) + sum(name in self.arg_names for name in constants) == len(self.arg_names)
+            self._launches.append(self._name)
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were launched."""
+    noted: list[str] = []
+    for module in (attention_launch, elementwise_launch):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
+    monkeypatch.setattr(attention_launch, "upload", on_device)
+    return noted
+
+
+def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(len(values), dtype=dtype, device=device)
+
+
+def fake(weights: Any) -> Any:
+    """The same weights, on a GPU that is not there."""
+    if isinstance(weights, torch.Tensor):
+        return torch.empty(weights.shape, dtype=torch.bfloat16, device=CUDA)
+    if isinstance(weights, list):
+        return [fake(item) for item in weights]
+    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
+        return dataclasses.replace(
+            weights, **{f.name: fake(getattr(weights, f.name)) for f in dataclasses.fields(weights)}
+        )
+    return weights
+
+
+def on_gpu(real: Decoder, ops: TritonElementwise) -> Decoder:
+    decoder = copy.copy(real)
+    decoder.device, decoder._ops = CUDA, ops
+    decoder.weights, decoder._tables = fake(real.weights), fake(real._tables)
+    decoder._embedding_scale = fake(real._embedding_scale)
+    return decoder
+
+
+def forward(decoder: Decoder, kv: KVPool, query_lens: list[int], context_lens: list[int]) -> torch.Tensor:
+    num_tokens, size = sum(query_lens), kv.page_size
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=CUDA)
+
+    tables = ints(len(query_lens), -(-max(context_lens) // size), dtype=torch.int32)
+    groups = [
+        GroupBatch(
+            ints(num_tokens),
+            plan_triton_attention(
+                tables, query_lens, context_lens, size, heads=heads, dtype=decoder.dtype, window=group.window
+            ),
+        )
+        for group, heads in zip(decoder.config.kv_groups, decoder.config.head_shapes, strict=True)
+    ]
+    batch = ForwardBatch(ints(num_tokens), ints(num_tokens), ints(num_tokens), groups, ints(len(query_lens)))
+    return decoder.forward(batch, kv)
+
+
+def decoder_of(family: str, folder: Path) -> Decoder:
+    make_checkpoint(family, folder, max_position_embeddings=1024)
+    config = read_config(folder)
+    return load_decoder(folder, config, device=torch.device("cpu"), dtype=torch.bfloat16, context_len=1024)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches: list[str]) -> None:
+    real = decoder_of(family, tmp_path)
+    with FakeTensorMode():
+        decoder = on_gpu(real, TritonElementwise())
+        kv = KVPool(real.config, [100] * len(real.config.kv_groups), 16, torch.bfloat16, CUDA)
+        num_layers = len(real.config.layers)
+        for name, (query_lens, context_lens) in BATCHES.items():
+            launches.clear()
+            logits = forward(decoder, kv, query_lens, context_lens)
+            assert logits.shape == (len(query_lens), real.config.vocab_size) and logits.device == CUDA
+            counts = {kernel: launches.count(kernel) for kernel in set(launches)}
+            assert counts["rotate_kernel"] == counts["gated_kernel"] == num_layers
+            assert counts["add_norm_kernel"] >= 2 * num_layers
+            assert counts["extend_kernel"] + counts.get("sum_kernel", 0) >= num_layers
+            assert ("decode_kernel" in counts) == (name != "prefill" and _keeps_all(real))
+            assert counts.get("decode_kernel", 0) == counts.get("sum_kernel", 0)
+
+
+def _keeps_all(decoder: Decoder) -> bool:
+    """Whether a group reads more than one split of 900 tokens."""
+    return any(not 0 < group.window <= 256 for group in decoder.config.kv_groups)
+
+
+def test_a_value_that_the_host_reads_raises(tmp_path: Path, launches: list[str]) -> None:
+    """Or else the test above could not fail."""
+    real = decoder_of("llama", tmp_path)
+
+    class Reads(TritonElementwise):
+        def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+            return super().gated(gate_up, activation) * gate_up.sum().item()
+
+    with FakeTensorMode():
+        kv = KVPool(real.config, [100], 16, torch.bfloat16, CUDA)
+        with pytest.raises(DataDependentOutputException):
+            forward(on_gpu(real, Reads()), kv, [1], [5])
