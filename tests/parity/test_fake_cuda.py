@@ -1,7 +1,6 @@
 """The forward pass of a GPU on fake tensors: nothing waits for the device, and nothing is on the wrong one.
 
-Under ``FakeTensorMode`` a value that the host reads from the device raises, and so do tensors of two devices. The
-experts still read how many tokens each of them has, so that their families are not here.
+Under ``FakeTensorMode`` a value that the host reads from the device raises, and so do tensors of two devices.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from tests.parity.checkpoints import make_checkpoint
-from workers.kernels import attention_launch, elementwise_launch
+from workers.kernels import attention_launch, elementwise_launch, experts_launch
 from workers.kernels.attention_launch import plan_triton_attention
+from workers.kernels.backend import Backend
 from workers.kernels.elementwise_launch import TritonElementwise
+from workers.kernels.experts_launch import TritonExperts
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
 
 CUDA = torch.device("cuda", 0)
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
+FAMILIES += ["mixtral", "gpt-oss", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 BATCHES = {"decode": ([1, 1, 1], [40, 3, 900]), "prefill": ([30], [30]), "mixed": ([1, 20, 1], [700, 25, 9])}
 
 
@@ -49,7 +51,7 @@ class Launched:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched."""
     noted: list[str] = []
-    for module in (attention_launch, elementwise_launch):
+    for module in (attention_launch, elementwise_launch, experts_launch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
     monkeypatch.setattr(attention_launch, "upload", on_device)
@@ -76,6 +78,7 @@ def fake(weights: Any) -> Any:
 def on_gpu(real: Decoder, ops: TritonElementwise) -> Decoder:
     decoder = copy.copy(real)
     decoder.device, decoder._ops = CUDA, ops
+    decoder._kernels = Backend(plan_triton_attention, ops, TritonExperts())
     decoder.weights, decoder._tables = fake(real.weights), fake(real._tables)
     decoder._embedding_scale = fake(real._embedding_scale)
     return decoder
@@ -119,7 +122,10 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
             logits = forward(decoder, kv, query_lens, context_lens)
             assert logits.shape == (len(query_lens), real.config.vocab_size) and logits.device == CUDA
             counts = {kernel: launches.count(kernel) for kernel in set(launches)}
-            assert counts["rotate_kernel"] == counts["gated_kernel"] == num_layers
+            assert counts["rotate_kernel"] == num_layers
+            assert counts.get("expert_gate_kernel", 0) == counts.get("expert_down_kernel", 0)
+            assert counts.get("gated_kernel", 0) + counts.get("expert_gate_kernel", 0) >= num_layers
+            assert counts.get("latent_kernel", 0) == (num_layers if family.startswith("deepseek") else 0)
             assert counts["add_norm_kernel"] >= 2 * num_layers
             assert counts["extend_kernel"] + counts.get("sum_kernel", 0) >= num_layers
             assert ("decode_kernel" in counts) == (name != "prefill" and _keeps_all(real))

@@ -63,7 +63,7 @@ class Rank:
             context_len=self.context_len,
             group=group,
             expert_parallel=config.expert_parallel,
-            ops=backend.elementwise,
+            kernels=backend,
         )
         model = self.decoder.config
         num_pages = pages_by_group(config, model, self.dtype, self.device)

@@ -11,6 +11,7 @@ import torch
 from holdfast.errors import ConfigError
 from workers.kernels.attention import Planner
 from workers.kernels.elementwise import Elementwise, TorchElementwise
+from workers.kernels.grouped_experts import Experts, TorchExperts
 from workers.kernels.paged_attention import plan_attention
 
 BACKENDS = ("auto", "torch_native", "triton")
@@ -23,6 +24,10 @@ class Backend:
 
     plan_attention: Planner
     elementwise: Elementwise
+    experts: Experts
+
+
+TORCH = Backend(plan_attention, TorchElementwise(), TorchExperts())
 
 
 def load_backend(name: str, device: torch.device) -> Backend:
@@ -33,7 +38,7 @@ def load_backend(name: str, device: torch.device) -> Backend:
     if name == "auto":
         name = "triton" if device.type == "cuda" and has_triton else "torch_native"
     if name == "torch_native":
-        return Backend(plan_attention, TorchElementwise())
+        return TORCH
     if not has_triton:
         raise ConfigError("attention_backend: triton is not installed; a CUDA build of torch brings it")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -41,5 +46,6 @@ def load_backend(name: str, device: torch.device) -> Backend:
     # A CPU engine never loads it.
     from workers.kernels.attention_launch import plan_triton_attention
     from workers.kernels.elementwise_launch import TritonElementwise
+    from workers.kernels.experts_launch import TritonExperts
 
-    return Backend(plan_triton_attention, TritonElementwise())
+    return Backend(plan_triton_attention, TritonElementwise(), TritonExperts())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from workers.kernels.elementwise import Elementwise, Places, Rotation, TorchElementwise
+from workers.kernels.backend import TORCH, Backend
+from workers.kernels.elementwise import Places, Rotation
 from workers.models.feed_forward import ExpertsWeights, MLPWeights, experts, mlp
 from workers.models.kv_pool import KVPool
 from workers.models.mixers import (
@@ -74,14 +75,11 @@ class Decoder:
         weights: DecoderWeights,
         context_len: int,
         group: RankGroup | None = None,
-        ops: Elementwise | None = None,
+        kernels: Backend = TORCH,
     ) -> None:
-        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others.
-
-        ``ops``: None for torch's.
-        """
+        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others."""
         self.config = config
-        self._ops = ops or TorchElementwise()
+        self._kernels, self._ops = kernels, kernels.elementwise
         self._group = group
         self.weights = weights
         self.dtype = weights.embedding.dtype
@@ -137,7 +135,7 @@ class Decoder:
             out = mlp(x, spec.feed_forward, w.feed_forward, ops)
         else:
             assert not isinstance(spec.feed_forward, MLPSpec)
-            out = experts(x, spec.feed_forward, w.feed_forward, ops)
+            out = experts(x, spec.feed_forward, w.feed_forward, self._kernels)
         return hidden, self._norm(self._sum(out), w.after_feed_forward)
 
     def _mix(self, x: Tensor, spec: LayerSpec, w: LayerWeights, at: Position) -> Tensor:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from workers.kernels.backend import Backend
 from workers.kernels.elementwise import Elementwise
+from workers.kernels.grouped_experts import ExpertProducts
 from workers.models.spec import ExpertsSpec, MLPSpec, RouterSpec
 
 
@@ -43,29 +45,23 @@ def mlp(x: Tensor, spec: MLPSpec, w: MLPWeights, ops: Elementwise) -> Tensor:
     return linear(ops.gated(linear(x, w.gate_up, w.gate_up_bias), spec.activation), w.down, w.down_bias)
 
 
-def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights, ops: Elementwise) -> Tensor:
-    """This rank's share of a mixture of experts ``[tokens, hidden]``, to be summed over the ranks.
-
-    Tokens are sorted by expert, each expert that has tokens computes them in one product, and each token
-    sums its experts' outputs in the order of its choices, whatever else the batch holds (law L14).
-    """
+def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights, kernels: Backend) -> Tensor:
+    """This rank's share of a mixture of experts ``[tokens, hidden]``, to be summed over the ranks."""
     chosen, weights = route(x, spec.router, w)
-    top_k = spec.router.top_k
-    order = chosen.flatten().argsort(stable=True)
-    rows = x[order // top_k]
-    outputs = torch.zeros_like(rows)
-    counts = chosen.flatten().bincount(minlength=spec.router.num_experts).tolist()
-    last = spec.first + (spec.num_local or spec.router.num_experts)
-    start = sum(counts[: spec.first])
-    for expert, count in enumerate(counts[spec.first : last]):
-        if count:
-            outputs[start : start + count] = _expert(rows[start : start + count], expert, spec, w)
-            start += count
-    by_token = torch.empty_like(outputs)
-    by_token[order] = outputs
-    out = (by_token.view(-1, top_k, x.shape[-1]) * weights[..., None]).sum(1).to(x.dtype)
+    products = ExpertProducts(
+        w.gate_up,
+        w.gate_up_bias,
+        w.down,
+        w.down_bias,
+        first=spec.first,
+        num_experts=spec.router.num_experts,
+        clamped=spec.activation == "clamped_swiglu",
+        limit=spec.limit,
+        alpha=spec.alpha,
+    )
+    out = kernels.experts.run(x, chosen, weights, products)
     if spec.shared is not None and w.shared is not None:
-        shared = mlp(x, spec.shared, w.shared, ops)
+        shared = mlp(x, spec.shared, w.shared, kernels.elementwise)
         if w.shared_gate is not None:
             shared = shared * torch.sigmoid(linear(x, w.shared_gate))
         out = out + shared
@@ -84,22 +80,11 @@ def route(x: Tensor, spec: RouterSpec, w: ExpertsWeights) -> tuple[Tensor, Tenso
         groups = choice.view(-1, spec.num_groups, spec.num_experts // spec.num_groups)
         group_scores = groups.topk(2, dim=-1).values.sum(-1) if spec.group_by_two else groups.amax(-1)
         best = group_scores.topk(spec.top_groups, dim=-1).indices
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
-        hidden = ~allowed[..., None].expand_as(groups).reshape(choice.shape)
+        others = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+        hidden = others.unsqueeze(-1).expand_as(groups).reshape(choice.shape)
         choice = choice.masked_fill(hidden, -torch.inf if w.choice_bias is not None else 0.0)
     chosen = choice.topk(spec.top_k, dim=-1).indices
     weights = scores.gather(1, chosen)
     if spec.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return chosen, (weights * spec.scale).to(x.dtype)
-
-
-def _expert(x: Tensor, expert: int, spec: ExpertsSpec, w: ExpertsWeights) -> Tensor:
-    both = linear(x, w.gate_up[expert], None if w.gate_up_bias is None else w.gate_up_bias[expert])
-    gate, up = both.chunk(2, dim=-1)
-    if spec.activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        hidden = (up + 1) * gate * torch.sigmoid(gate * spec.alpha)
-    else:
-        hidden = silu(gate) * up
-    return linear(hidden, w.down[expert], None if w.down_bias is None else w.down_bias[expert])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.kernels.elementwise import Elementwise
+from workers.kernels.backend import TORCH, Backend
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.feed_forward import ExpertsWeights, MLPWeights
 from workers.models.mixers import AttentionWeights, LatentWeights
@@ -61,11 +61,11 @@ def load_decoder(
     context_len: int,
     group: RankGroup | None = None,
     expert_parallel: bool = False,
-    ops: Elementwise | None = None,
+    kernels: Backend = TORCH,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder to ``device`` in ``dtype``; in a group, this rank's shard.
 
-    ``expert_parallel``: the ranks divide the experts among them, not each expert's width. ``ops``: see ``Decoder``.
+    ``expert_parallel``: the ranks divide the experts among them, not each expert's width.
 
     Raises UnsupportedModel for pickled weights, for sizes that do not divide by the group's ranks, and for
     missing, unknown or misshapen tensors, which it names.
@@ -78,7 +78,7 @@ def load_decoder(
         tensors.refuse_unused(
             tied=config.tie_embeddings, num_layers=len(config.layers), num_extra_layers=config.num_extra_layers
         )
-    return Decoder(part, weights, context_len, group, ops)
+    return Decoder(part, weights, context_len, group, kernels)
 
 
 class _Loader:

@@ -23,8 +23,10 @@ from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import blocks_of, constants
 from workers.kernels.elementwise_launch import GATED_BLOCK, warps_of
+from workers.kernels.experts_launch import BLOCKS
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
+from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- end -->"
@@ -80,14 +82,21 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     ),
 }
 """Kernel, model, warps and constants. Each reads and writes every element once."""
+TILE = {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.depth}
+GPT_OSS = TILE | {"HIDDEN": 2880, "SIZE": 2880, "BIAS": True}
+EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "experts, gate and up": (expert_gate_kernel, "gpt-oss 20B", GPT_OSS | {"TOP_K": 4, "CLAMPED": True}),
+    "experts, down": (expert_down_kernel, "gpt-oss 20B", GPT_OSS),
+}
 POINTERS = {
     **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
     **dict.fromkeys(("part_values", "part_sums"), "*fp32"),
-    **dict.fromkeys(("pages", "offsets"), "*i64"),
+    **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends"), "*i64"),
+    **dict.fromkeys(("hidden", "bias", "share"), "*bf16"),
     **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight"), "*bf16"),
     **dict.fromkeys(("q_out", "cos", "sin", "q_weight", "k_weight", "latent", "k_rope", "gate_up"), "*bf16"),
 }
-FLOATS = ("scale", "softcap", "eps")
+FLOATS = ("scale", "softcap", "eps", "limit", "alpha")
 
 
 @dataclass
@@ -115,6 +124,10 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
     if kernel in ELEMENTWISE:
         source, _, num_warps, given = ELEMENTWISE[kernel]
         return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps})
+    if kernel in EXPERTS:
+        source, _, given = EXPERTS[kernel]
+        options = {"num_warps": BLOCKS.num_warps, "num_stages": BLOCKS.num_stages}
+        return _compiled(kernel, heads, target, source, given, options)
     source, shape = KERNELS[kernel], HEADS[heads]
     given = constants(
         heads=shape.heads,
@@ -194,7 +207,7 @@ def every_case() -> Iterator[tuple[str, str, str]]:
         for heads in HEADS:
             if kernel != "sum of splits" or not HEADS[heads].window:
                 yield from ((kernel, heads, target) for target in TARGETS)
-    for kernel, (_, heads, *_) in ELEMENTWISE.items():
+    for kernel, (_, heads, *_) in (*EXPERTS.items(), *ELEMENTWISE.items()):
         yield from ((kernel, heads, target) for target in TARGETS)
 
 
