@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from router.faces.anthropic.bodies import MessagesBody
+from router.faces.openai.batches import CreateBatchBody
 from router.faces.openai.chat import ChatBody
 from router.faces.openai.completions import CompletionBody
 from router.faces.openai.response_body import ResponseBody
@@ -17,6 +18,9 @@ from tests.docs.test_docs import ROOT
 DOCUMENTED = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "api.md").read_text()))
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponseBody, BatchBody, SamplingBody, MessagesBody])
+BODIES = [ChatBody, CompletionBody, ResponseBody, CreateBatchBody, BatchBody, SamplingBody, MessagesBody]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_every_field_is_documented(body: type[BaseModel]) -> None:
     assert {field.alias or name for name, field in body.model_fields.items()} <= DOCUMENTED
