@@ -33,4 +33,4 @@ def constrain(
     if not style.reads(calls=has_tools, reasoning=reasoning):
         return None
     sampling.show_special_tokens = True
-    return partial(style.parser, prompt, calls=has_tools, reasoning=reasoning)
+    return partial(style.parser, prompt, calls=has_tools, reasoning=reasoning, functions=use.functions)

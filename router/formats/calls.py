@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from router.formats.deltas import CallDelta, Delta, held_back
@@ -157,13 +157,18 @@ def read_pythonic(text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def read_glm(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """``name`` and pairs of ``<arg_key>`` and ``<arg_value>``, as GLM-4.5 writes a call."""
+def read_glm(text: str, texts: Mapping[str, Collection[str]]) -> list[tuple[str, dict[str, Any]]]:
+    """``name`` and pairs of ``<arg_key>`` and ``<arg_value>``, as GLM-4.5 writes a call.
+
+    ``texts``: by function, the arguments that are texts even if they look like numbers.
+    """
     name = re.split(r"<arg_key>|\n", text.strip(), maxsplit=1)[0].strip()
     pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.DOTALL)
     if not name:
         raise ValueError("a call without a name")
-    return [(name, {key.strip(): _json_or_text(value) for key, value in pairs})]
+    known = texts.get(name, ())
+    named = [(key.strip(), value) for key, value in pairs]
+    return [(name, {key: value if key in known else _json_or_text(value) for key, value in named})]
 
 
 def read_gemma(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +12,10 @@ from router.formats.calls import NamedCall, TaggedCalls, WholeCalls, read_gemma,
 from router.formats.deltas import Parser
 from router.formats.harmony import Harmony
 from router.formats.json_calls import JsonCalls
+from router.formats.typed_arguments import Notation, NotExpressible, Tag, text_arguments
 
-Tag = dict[str, Any]
-"""A part of a structural tag, as ``session.proto`` takes it."""
+Schemas = Mapping[str, dict[str, Any]]
+"""The parameters of functions, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,12 @@ class CallFormat:
     around: tuple[str, str] = ("", "")
     """Before the first call and after the last."""
     separator: str = ""
-    arguments: Callable[[dict[str, Any]], Tag] | None = None
-    """The grammar of arguments that are not JSON."""
+    notation: Notation | None = None
+    """Of arguments that are not JSON."""
+    typed_parser: Callable[[Schemas], Parser] | None = None
+    """A parser that knows the functions, where a value's text does not say its type."""
+    at_start: str = ""
+    """A call is the whole answer, and begins with this."""
     trigger: str = ""
     """The text that begins a call amid text; "" where none does."""
     short_ids: bool = False
@@ -70,25 +74,24 @@ def _after(separator: str, head: str) -> str:
     return head.split(separator, 1)[1].split("\n")[0].strip()
 
 
-def _pythonic_arguments(schema: dict[str, Any]) -> Tag:
-    value = r"""("[^"\\\x00-\x1f]*"|'[^'\\\x00-\x1f]*'|-?(0|[1-9][0-9]*)(\.[0-9]+)?|True|False|None)"""
-    names = [re.escape(name) for name in schema.get("properties", {})]
-    pairs = ", ".join(f"{name}={value}" for name in names)
-    return {"type": "regex", "pattern": pairs or r"()"}
+PYTHONIC = Notation(
+    pair=lambda name: (f"{name}=", ""),
+    separator=", ",
+    text=('"', r'[^"\\\x00-\x1f]*', '"'),
+    literals=("True", "False", "None"),
+)
+GLM = Notation(
+    pair=lambda name: (f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    separator="",
+    text=("", "[^<]+", ""),
+    nested=True,
+)
+GEMMA = Notation(pair=lambda name: (f"{name}:", ""), separator=",", text=("<escape>", "[^<]*", "<escape>"))
 
 
-def _glm_arguments(schema: dict[str, Any]) -> Tag:
-    pair = "<arg_key>{}</arg_key>\n<arg_value>[^<]+</arg_value>\n"
-    return {
-        "type": "regex",
-        "pattern": "".join(pair.format(re.escape(n)) for n in schema.get("properties", {})) or "()",
-    }
-
-
-def _gemma_arguments(schema: dict[str, Any]) -> Tag:
-    value = r"(<escape>[^<]*<escape>|-?[0-9]+(\.[0-9]+)?|true|false|null)"
-    pattern = ",".join(f"{re.escape(name)}:{value}" for name in schema.get("properties", {}))
-    return {"type": "regex", "pattern": pattern or "()"}
+def _glm_parser(functions: Schemas) -> Parser:
+    texts = {name: text_arguments(schema) for name, schema in functions.items()}
+    return TaggedCalls("<tool_call>", "</tool_call>", lambda i: WholeCalls(i, partial(read_glm, texts=texts)))
 
 
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -98,11 +101,12 @@ JSON_CALL = ('{"name": "NAME", "arguments": ', "}")
 
 CALLS: dict[str, CallFormat] = {
     "glm45": CallFormat(
-        partial(TaggedCalls, "<tool_call>", "</tool_call>", lambda i: WholeCalls(i, read_glm)),
+        lambda: _glm_parser({}),
+        typed_parser=_glm_parser,
         markers=("<arg_key>",),
         call=("<tool_call>NAME\n", "</tool_call>"),
         separator="\n",
-        arguments=_glm_arguments,
+        notation=GLM,
         trigger="<tool_call>",
     ),
     "hermes": CallFormat(
@@ -168,7 +172,7 @@ CALLS: dict[str, CallFormat] = {
         partial(TaggedCalls, "<start_function_call>", "<end_function_call>", lambda i: WholeCalls(i, read_gemma)),
         markers=("<start_function_call>",),
         call=("<start_function_call>call:NAME{", "}<end_function_call>"),
-        arguments=_gemma_arguments,
+        notation=GEMMA,
         trigger="<start_function_call>",
     ),
     "llama3": CallFormat(
@@ -176,6 +180,7 @@ CALLS: dict[str, CallFormat] = {
         markers=("<|python_tag|>", '"parameters": dictionary of argument name'),
         call=('{"name": "NAME", "parameters": ', "}"),
         separator="; ",
+        at_start="{",
     ),
     "pythonic": CallFormat(
         partial(TaggedCalls, "", "", lambda i: WholeCalls(i, read_pythonic), at_start="["),
@@ -183,7 +188,8 @@ CALLS: dict[str, CallFormat] = {
         call=("NAME(", ")"),
         around=("[", "]"),
         separator=", ",
-        arguments=_pythonic_arguments,
+        at_start="[",
+        notation=PYTHONIC,
     ),
 }
 """In the order of detection: the marker of one may be in the template of another."""
@@ -232,8 +238,15 @@ def detect_reasoning(template: str) -> str:
     return next((name for name, form in REASONING.items() if any(m in template for m in form.markers)), "")
 
 
-def call_tag(form: CallFormat, name: str, schema: dict[str, Any]) -> Tag:
-    """The structural tag of a call of one function."""
+def call_tag(form: CallFormat, name: str, schema: dict[str, Any], *, strict: bool) -> Tag:
+    """The structural tag of a call of one function. Raises NotExpressible for a ``strict`` one."""
     begin, end = (part.replace("NAME", json.dumps(name)[1:-1]) for part in form.call)
-    content = form.arguments(schema) if form.arguments is not None else {"type": "json_schema", "json_schema": schema}
+    content: Tag = {"type": "json_schema", "json_schema": schema}
+    if form.notation is not None:
+        try:
+            content = form.notation.arguments(schema)
+        except NotExpressible:
+            if strict:
+                raise
+            content = form.notation.any_arguments(schema)
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -17,13 +17,13 @@ from router.formats.families import (
     REASONING_ALIASES,
     CallFormat,
     ReasoningFormat,
-    Tag,
     call_tag,
     detect_calls,
     detect_reasoning,
 )
 from router.formats.harmony import Harmony
 from router.formats.reasoning import TaggedReasoning
+from router.formats.typed_arguments import NotExpressible, Tag
 
 ANY_OBJECT = {"type": "object"}
 
@@ -57,11 +57,15 @@ class AnswerStyle:
         """Whether an answer has anything but plain text to find."""
         return self._is_harmony or (calls and self.calls is not None) or (reasoning and self._reasoning is not None)
 
-    def parser(self, prompt: str, *, calls: bool, reasoning: bool) -> Parser:
+    def parser(self, prompt: str, *, calls: bool, reasoning: bool, functions: Sequence[Function] = ()) -> Parser:
         """The parser of one output. ``prompt``: the rendered conversation, which may open the reasoning."""
         if self._is_harmony:
             return Harmony()
-        answer = self.calls.parser() if calls and self.calls is not None else PlainText()
+        answer: Parser = PlainText()
+        if calls and self.calls is not None:
+            typed = self.calls.typed_parser
+            schemas = {function.name: function.parameters or {} for function in functions}
+            answer = typed(schemas) if typed is not None else self.calls.parser()
         form = self._reasoning
         if not reasoning or form is None:
             return answer
@@ -76,18 +80,17 @@ class AnswerStyle:
             raise UnsupportedParameter(
                 "tools: this model writes no calls; another --tool-call-parser than none lets it", "tools"
             )
-        if form.arguments is not None and any(function.strict for function in functions):
-            raise UnsupportedParameter(f"tools: strict is not supported by the {self.call_name} format", "tools")
-        if not required and not (form.trigger and any(function.strict for function in functions)):
+        if not required and not any(function.strict for function in functions):
             return None
-        tags = [
-            call_tag(form, f.name, (f.parameters if f.strict or required else None) or ANY_OBJECT) for f in functions
-        ]
+        tags = [self._call_tag(form, function, required=required) for function in functions]
         listed: Tag = {"type": "tags_with_separator", "tags": tags, "separator": form.separator}
         listed |= {"at_least_one": True, "stop_after_first": not parallel}
         amid: Tag = {"type": "triggered_tags", "triggers": [form.trigger]}
         if required:
             body = _around(form, listed)
+        elif form.at_start:  # an answer is text or calls
+            text = {"type": "regex", "pattern": rf"(\s*[^\s\{form.at_start}](.|\n)*)?"}
+            body = {"type": "or", "elements": [_around(form, listed), text]}
         elif form.around[0]:  # the calls are a list, of which an answer has one
             begin, end = form.around
             whole = {"type": "tag", "begin": begin, "content": listed, "end": end}
@@ -95,6 +98,14 @@ class AnswerStyle:
         else:
             body = amid | {"tags": tags, "stop_after_first": not parallel}
         return self._after_reasoning(body, prompt, "tools", required=required)
+
+    def _call_tag(self, form: CallFormat, function: Function, *, required: bool) -> Tag:
+        schema = (function.parameters if function.strict or required else None) or ANY_OBJECT
+        try:
+            return call_tag(form, function.name, schema, strict=function.strict)
+        except NotExpressible as error:
+            message = f"tools: strict: {function.name}: the {self.call_name} format: {error}"
+            raise UnsupportedParameter(message, "tools") from None
 
     def after_reasoning(self, grammar: session_pb2.Grammar | None, prompt: str) -> session_pb2.Grammar | None:
         """The grammar of an answer, for an output that may begin with reasoning."""

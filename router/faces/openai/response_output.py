@@ -11,6 +11,7 @@ from router.core import RouterCore
 from router.faces.answer_reader import AnswerReader
 from router.faces.openai.logprobs import logprob_entry
 from router.faces.openai.response_items import Event, ResponseItems
+from router.faces.openai.response_tools import tool_use_of
 from router.faces.openai.stored_response import StoredResponse
 
 
@@ -26,7 +27,8 @@ class ResponseOutput:
         if self._sampling.show_special_tokens:
             # How any conversation's rendering ends says whether it has opened the reasoning.
             prompt = core.codec.render_chat([{"role": "user", "content": "x"}], None, response.template_variables)
-            parser = core.style.parser(prompt, calls=bool(response.tools), reasoning=True)
+            functions = tool_use_of(response).functions
+            parser = core.style.parser(prompt, calls=bool(response.tools), reasoning=True, functions=functions)
         self._reader = AnswerReader(core.codec, parser)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,7 +12,7 @@ from holdfast.errors import ConfigError, InvalidRequest
 from router.core import RouterCore
 from router.faces.tools import MAX_TOOLS, ToolBody
 from router.formats.deltas import Delta
-from router.formats.style import AnswerStyle
+from router.formats.style import AnswerStyle, Function
 
 
 class ParseCallsBody(BaseModel):
@@ -31,7 +32,9 @@ def parsing_routes(core: RouterCore) -> APIRouter:
 
     @routes.post("/parse_function_call")
     async def parse_function_call(body: ParseCallsBody) -> dict[str, Any]:
-        delta = _parse(_style(core, body.tool_call_parser, "none", "tool_call_parser"), body.text)
+        style = _style(core, body.tool_call_parser, "none", "tool_call_parser")
+        functions = [Function(tool.function.name, tool.function.parameters, False) for tool in body.tools]
+        delta = _parse(style, body.text, functions)
         names = [tool.function.name for tool in body.tools]
         calls = [
             {"tool_index": names.index(call.name) if call.name in names else -1, "name": call.name}
@@ -56,8 +59,8 @@ def _style(core: RouterCore, calls: str | None, reasoning: str | None, param: st
         raise InvalidRequest(error.message, param) from None
 
 
-def _parse(style: AnswerStyle, text: str) -> Delta:
-    parser = style.parser("", calls=True, reasoning=True)
+def _parse(style: AnswerStyle, text: str, functions: Sequence[Function] = ()) -> Delta:
+    parser = style.parser("", calls=True, reasoning=True, functions=functions)
     delta = parser.push(text)
     delta.add(parser.finish())
     return delta

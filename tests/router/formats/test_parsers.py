@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, UnsupportedParameter
 from router.formats.deltas import Delta
 from router.formats.families import CALLS, REASONING, call_tag, detect_calls, detect_reasoning
 from router.formats.style import AnswerStyle, Function
+from tests.schemas import check
 from tests.workers.grammar.test_compiler import accepts, compiled, random_text
 
 PARIS, NOW = {"city": 'Paris, "FR"', "days": [1, 2]}, {"zone": "UTC"}
@@ -174,12 +175,9 @@ def check_calls(style: AnswerStyle, name: str, text: str) -> None:
     whole, _ = parse(style.parser("", calls=True, reasoning=True), text, 3)
     assert whole.calls and not whole.text.strip(), text
     for call in whole.calls:
-        arguments = json.loads(call.arguments)
         assert call.name in ("weather", "now.utc")
-        if call.name == "weather" and CALLS[name].arguments is None:
-            assert arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
-        elif call.name == "weather":
-            assert set(arguments) == {"city", "days"}
+        if call.name == "weather":
+            check(call.arguments, SCHEMA)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": @}\n</tool_call>'
@@ -257,9 +255,76 @@ def test_required_calls_without_json() -> None:
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
     )
     assert accepts(compiled("structural_tag", grammar.structural_tag), text)
-    assert not accepts(compiled("structural_tag", grammar.structural_tag), text.replace("city", "town"))
+    for wrong in (text.replace("city", "town"), text.replace("Rome", "Bern"), text.replace("3", "12")):
+        assert not accepts(compiled("structural_tag", grammar.structural_tag), wrong)
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "first": {"type": "integer", "minimum": 10},
+        "name": {"type": "string"},
+        "unit": {"$ref": "#/$defs/unit"},
+        "on": {"type": "boolean"},
+        "size": {"enum": [1, 2.5, "big", None]},
+    },
+    "required": ["name", "on"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"], "description": "of the temperature"}},
+}
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("name", ["gemma", "glm45", "pythonic", "llama3", "hermes", "mistral"])
+def test_strict_calls_are_of_their_schemas_in_every_notation(name: str, required: bool) -> None:
+    """Random outputs of the grammar, with all kinds of texts, numbers and words, and any of the optional ones."""
+    style = AnswerStyle(name, "none", "")
+    functions = [Function("f", TYPED, True)]
+    grammar = style.calls_grammar(functions, "", required=required, parallel=False)
+    assert grammar is not None
+    tag, num_calls = compiled("structural_tag", grammar.structural_tag), 0
+    for seed in range(60 if required else 0):
+        text = random_text(tag.deep_copy(), random.Random(seed), 200)
+        if text is None:
+            continue
+        parser = style.parser("", calls=True, reasoning=False, functions=functions)
+        (call,) = parse(parser, text, 3)[0].calls
+        check(call.arguments, TYPED)
+        num_calls += 1
+    assert num_calls > 2 or not required
+    if not required:
+        assert accepts(tag.deep_copy(), "It needs no call.") and accepts(tag.deep_copy(), "")
+        begun = {"llama3": '{"name": "g", ', "pythonic": "[g(", "gemma": "<start_function_call>call:g{"}
+        wrong = begun.get(name, "<tool_call>g\n" if name == "glm45" else None)
+        assert wrong is None or not accepts(tag, wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "named"),
+    [
+        ("pythonic", {"type": "array", "items": {"type": "string"}}, "x: this notation has no type 'array'"),
+        ("gemma", {"type": "string", "pattern": "a+"}, "x: this notation cannot enforce 'pattern'"),
+        ("glm45", {"anyOf": [{"type": "null"}, {"type": "string"}]}, "x: this notation has no type None"),
+        ("glm45", {"enum": ["a<b"]}, "x: this notation cannot write 'a<b'"),
+    ],
+)
+def test_what_a_notation_cannot_enforce_is_refused_by_name(name: str, part: dict[str, Any], named: str) -> None:
+    style = AnswerStyle(name, "none", "")
+    schema = {"type": "object", "properties": {"x": part}, "required": ["x"], "additionalProperties": False}
+    with pytest.raises(UnsupportedParameter, match=f"strict: f: the {name} format: #/properties/{named}") as refused:
+        style.calls_grammar([Function("f", schema, True)], "", required=False, parallel=True)
+    assert refused.value.param == "tools"
+    assert style.calls_grammar([Function("f", schema, False)], "", required=True, parallel=True) is not None
+
+
+def test_a_text_that_looks_like_a_number_stays_a_text() -> None:
+    text = "<tool_call>f\n<arg_key>name</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    style = AnswerStyle("glm45", "none", "")
+    for functions, value in (([Function("f", TYPED, False)], "3"), ([], 3)):
+        parser = style.parser("", calls=True, reasoning=False, functions=functions)
+        assert json.loads(parse(parser, text, 5)[0].calls[0].arguments) == {"name": value}
 
 
 def test_a_tag_names_its_function() -> None:
-    assert call_tag(CALLS["hermes"], "f", {})["begin"] == '<tool_call>\n{"name": "f", "arguments": '
+    assert call_tag(CALLS["hermes"], "f", {}, strict=True)["begin"] == '<tool_call>\n{"name": "f", "arguments": '
     assert set(REASONING) == {"mistral", "gpt-oss", "deepseek-r1", "qwen3"}
