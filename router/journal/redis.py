@@ -71,6 +71,7 @@ class RedisJournal:
         self._scripts = {name: self._redis.register_script(COMMON + text) for name, text in SCRIPTS.items()}
         self._beats: asyncio.Task[None] | None = None
         self._commands: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     async def start(self) -> None:
         try:
@@ -91,6 +92,7 @@ class RedisJournal:
             self._beats.cancel()
             await asyncio.gather(self._beats, return_exceptions=True)
             await asyncio.gather(self._redis.delete(self._lease_key()), return_exceptions=True)
+        self._closed = True
         await asyncio.gather(*self._commands, return_exceptions=True)
         await self._redis.aclose()
 
@@ -220,6 +222,9 @@ class RedisJournal:
 
     async def _to_its_end(self, command: Coroutine[Any, Any, T]) -> T:
         """Its answer. It runs on if the caller is cancelled, because a cancelled command leaves its connection open."""
+        if self._closed:  # a task that outlives its router would connect anew, and nothing would close that
+            command.close()
+            raise JournalUnavailable("the journal is closed")
         task = asyncio.ensure_future(command)
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)

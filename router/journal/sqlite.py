@@ -60,6 +60,7 @@ class SqliteJournal:
             max_sessions=max_sessions,
             retention_s=tombstone_retention_s,
         )
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
         self._thread.start()
 
@@ -72,6 +73,7 @@ class SqliteJournal:
             self._beats.cancel()
             await asyncio.gather(self._beats, return_exceptions=True)
             await asyncio.gather(self._call(self._store.drop_lease), return_exceptions=True)
+        self._closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._db.close()
@@ -122,6 +124,9 @@ class SqliteJournal:
 
     def _call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
+        if self._closed:  # nobody would answer
+            future.set_exception(JournalUnavailable("the journal is closed"))
+            return future
         self._queue.put((function, args, future))
         return future
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import (
+    JournalUnavailable,
     SessionBusy,
     SessionExists,
     SessionNotFound,
@@ -190,6 +191,16 @@ async def test_a_fence_keeps_a_former_owner_from_writing_objects(journal: Journa
         await other.put_objects("me", {"b": b"4"}, theirs)
     with pytest.raises(SessionNotFound):
         await other.put_objects("me", {"b": b"4"}, Fence("unknown", 0))
+
+
+async def test_a_closed_journal_says_so(connect: Connect) -> None:
+    """And connects to nothing again: a response's task may outlive its router."""
+    journal = await connect()
+    await take(journal)
+    await journal.close()
+    for late in (journal.load("s", "me"), journal.get_object("me", "a"), journal.put_objects("me", {"a": b"1"})):
+        with pytest.raises(JournalUnavailable, match="closed"):
+            await late
 
 
 async def test_sessions_of_a_tenant_are_limited(connect: Connect) -> None:
