@@ -152,15 +152,15 @@ class BatchRun:
             return
         self._batch.request_counts.completed += 1
         used, total = body.get("usage") or {}, self._batch.usage or _NO_USAGE
+        inputs, outputs = total["input_tokens_details"], total["output_tokens_details"]
+        cached = _detail(used, "cached_tokens", "prompt_tokens_details", "input_tokens_details")
+        reasoning = _detail(used, "reasoning_tokens", "completion_tokens_details", "output_tokens_details")
         self._batch.usage = {
             "input_tokens": total["input_tokens"] + _tokens(used, "prompt_tokens", "input_tokens"),
             "output_tokens": total["output_tokens"] + _tokens(used, "completion_tokens", "output_tokens"),
             "total_tokens": total["total_tokens"] + _tokens(used, "total_tokens"),
-            "input_tokens_details": {
-                "cached_tokens": total["input_tokens_details"]["cached_tokens"]
-                + _cached(used, "prompt_tokens_details", "input_tokens_details")
-            },
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {"cached_tokens": inputs["cached_tokens"] + cached},
+            "output_tokens_details": {"reasoning_tokens": outputs["reasoning_tokens"] + reasoning},
         }
 
     async def _count_answers(self, num_lines: int) -> set[int]:
@@ -231,6 +231,7 @@ _NO_USAGE: dict[str, Any] = {
     "output_tokens": 0,
     "total_tokens": 0,
     "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens_details": {"reasoning_tokens": 0},
 }
 
 
@@ -239,8 +240,8 @@ def _tokens(used: dict[str, Any], *names: str) -> int:
     return next((int(used[name]) for name in names if name in used), 0)
 
 
-def _cached(used: dict[str, Any], *names: str) -> int:
-    return next((int(used[name].get("cached_tokens") or 0) for name in names if used.get(name)), 0)
+def _detail(used: dict[str, Any], detail: str, *names: str) -> int:
+    return next((int(used[name].get(detail) or 0) for name in names if used.get(name)), 0)
 
 
 def _group_key(batch_id: str, first: int) -> str:

@@ -21,6 +21,13 @@ from router.journal.sqlite import SqliteJournal
 from tests.router.journal.records import LEASE_S
 
 NUM_LINES = 300
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 7,
+    "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 3},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
 PATH = "/v1/completions"
 
 
@@ -40,7 +47,7 @@ class Owner:
         async def call(tenant: str, path: str, body: dict[str, Any]) -> Answer:
             await asyncio.sleep(rng.choice((0.05, 0.2, 0.5)))
             status = rng.choice((200, 200, 200, 429)) if body["prompt"] % 7 else 400
-            return Answer(status, {"id": name, "said": body["prompt"], "usage": {"total_tokens": 1}})
+            return Answer(status, {"id": name, "said": body["prompt"], "usage": USAGE})
 
         owner = cls(journal, BatchRunner(journal, files, batches, call))
         owner.runner.start()
@@ -115,6 +122,14 @@ async def test_each_line_is_answered_once(tmp_path: Path, monkeypatch: pytest.Mo
             assert [f"l{n}" for n in said[-len(answers) :]] == [answer["custom_id"] for answer in answers]
         assert sorted(said) == list(range(NUM_LINES))
         num_owners.append(len(names))
+        count = batch.request_counts.completed
+        assert batch.usage == {
+            "input_tokens": 5 * count,
+            "output_tokens": 7 * count,
+            "total_tokens": 12 * count,
+            "input_tokens_details": {"cached_tokens": 3 * count},
+            "output_tokens_details": {"reasoning_tokens": 2 * count},
+        }
     assert max(num_owners) > 1, "it changed hands"
     assert await journal.list_objects("t", "batch-answer/") == [] and await batches.open() == {}
     for owner in owners:
