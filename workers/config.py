@@ -35,6 +35,8 @@ class EngineConfig:
     max_queued_requests: int = 256
     max_sessions: int = 1024
     """Slots: sessions whose KV stays on this worker between turns; the least recently used is evicted first."""
+    overlap_schedule: bool | None = None
+    """Plan a step while the device computes the one before. None: on CUDA, where the host would wait otherwise."""
     grammar_timeout_s: float = 10.0
     """A turn whose grammar takes longer to compile is refused."""
     num_threads: int = 1

@@ -88,7 +88,7 @@ def fail_to_compute(actor: Any) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    actor._server.follower.rank.compute = fail
+    actor._server.follower.rank.launch = fail
 
 
 async def disturb(

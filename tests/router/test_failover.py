@@ -287,19 +287,19 @@ async def test_a_turn_that_kills_its_workers_fails_before_it_has_killed_all(tmp_
     def fail_at(cluster: Harness, worker: str, poison: int) -> None:
         """Have the worker's engine fail as soon as it computes a turn of ``poison`` tokens."""
         server, loop = cluster.workers[worker], asyncio.get_running_loop()
-        apply = server._leader.rank.apply
+        choose = server._leader.rank.choose
 
-        def failing(step, batch, masks=None):
-            if any(work.turn.params.max_tokens == poison for work in step.work):
+        def failing(work, masks=None):
+            if any(w.turn.params.max_tokens == poison for w in work):
                 raise ArithmeticError("nobody thought of this")
-            return apply(step, batch, masks)
+            return choose(work, masks)
 
         def end(reason: str) -> None:
             assert "nobody thought of this" in reason
             lost.append(worker)
             loop.call_soon_threadsafe(lambda: lost.append(loop.create_task(cluster.lose_worker(worker))))
 
-        server._leader.rank.apply = failing
+        server._leader.rank.choose = failing
         server._on_lost = end
 
     async with running(tmp_path, num_workers=3, max_failovers=1) as cluster, cluster.channel() as channel:

@@ -161,6 +161,7 @@ class Worker:
             self.ranks = []
             raise HoldfastError(f"a node of {self.name} is not there")
         followers: dict[int, str] = {}
+        broadcasts: list[list[int]] = []
         identity = (self.name, self.incarnation, engine)
 
         async def follow(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
@@ -180,7 +181,7 @@ class Worker:
                 world.trace(f"{process.name} ends: {reason}")
                 world.kill(process)
 
-            group: Any = SimpleNamespace(shard=Shard(rank, self.size))
+            group: Any = SimpleNamespace(shard=Shard(rank, self.size), broadcasts=broadcasts)
             started = process.spawn((follow if rank else lead)(rank, group, on_lost))
             while not started.done() and all(rank.alive for rank in self.ranks):
                 await asyncio.sleep(START_POLL_S)

@@ -45,7 +45,7 @@ class SimulatedLeader(Leader):
         commands: Any = self._commands
         try:
             while True:
-                if not self.scheduler.turns:
+                if not self.scheduler.turns and self._in_flight is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(commands.some.wait(), IDLE_WAIT_S)
                 while commands.waiting:

@@ -7,7 +7,7 @@ right one from the transcript alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from workers.config import EngineConfig
 from workers.engine.rank import Batch, StepResult
 from workers.engine.step_log import RecordedCache
+from workers.engine.stream import Stream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kv import (
     GroupSpec,
@@ -30,7 +31,7 @@ from workers.kv import (
     window_group,
 )
 from workers.models.parallel import Shard
-from workers.scheduling import Step
+from workers.scheduling import Work
 
 VOCABULARY = 97
 PAIR = struct.Struct("<qQ")
@@ -144,35 +145,49 @@ class SimulatedRank:
         self._tables: dict[tuple[int, int, int], int] = {}
         self.kv = SimulatedKV(config.page_size, len(groups))
         self.layout = f"{config.page_size}, {self.shard.size} ranks"
+        self.overlaps = bool(config.overlap_schedule)
+        self.stream = Stream()
+        self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
+        self._num_broadcasts = 0
 
-    def apply(self, step: Step, batch: Batch, masks: Future[dict[str, bytes]] | None = None) -> StepResult:
-        chains = iter(self.compute(batch, step.copies, step.table_updates))
-        result, allowed = StepResult(), masks.result() if masks is not None else {}
-        for work, chain in zip(step.work, chains, strict=True):
-            if work.samples:
-                mask = int.from_bytes(allowed.get(work.turn.turn_id, b"\xff" * VOCABULARY), "little")
-                tokens = [token for token in range(VOCABULARY) if mask >> token & 1]
-                result.tokens[work.turn.turn_id] = next_token(chain, work.turn.params.seed, tokens)
-        return result
-
-    def compute(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> list[int]:
-        """Each turn's chain after its share of the batch, from what the pages say of all before."""
+    def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        """Compute each turn's chain after its share of the batch, from what the pages say of all before."""
         for group, row, column, page in table_updates:
             self._tables[group, row, column] = page
         for copy in copies:
             self.kv.copy(*copy)
         self.cache.finish_copies(len(copies))
-        chains, at = [], 0
+        self._chains, at, fed = [], 0, self._fed(batch)
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             chain = self._chain_before(row, start, count)
             for position, token in enumerate(batch.tokens[at : at + count], start):
+                if token < 0:
+                    token = next(fed)
                 chain = chained((token,), chain)
                 for group in range(len(self.cache.groups)):
                     page, offset = self._place(group, row, position)
                     self.kv.page(group, page)[offset] = (token, chain)
             at += count
-            chains.append(chain)
-        return chains
+            self._chains.append(chain)
+
+    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> Future[StepResult]:
+        result, allowed = StepResult(), masks.result() if masks is not None else {}
+        for w, chain in zip(work, self._chains, strict=True):
+            if w.samples and not w.turn.ended:
+                mask = int.from_bytes(allowed.get(w.turn.turn_id, b"\xff" * VOCABULARY), "little")
+                tokens = [token for token in range(VOCABULARY) if mask >> token & 1]
+                result.tokens[w.turn.turn_id] = next_token(chain, w.turn.params.seed, tokens)
+        self._chosen = list(result.tokens.values())
+        return self.stream.run(lambda: result)
+
+    def _fed(self, batch: Batch) -> Iterator[int]:
+        """The batch's tokens that are in flight, as the leader's device has them."""
+        if not any(token < 0 for token in batch.tokens):
+            return iter(())
+        if self.shard.rank == 0:
+            self._broadcasts.append([self._chosen[-1 - token] for token in batch.tokens if token < 0])
+        self._num_broadcasts += 1
+        return iter(self._broadcasts[self._num_broadcasts - 1])
 
     def _chain_before(self, row: int, start: int, count: int) -> int:
         """What the pages say of all tokens before ``start``; a wrong answer if two groups differ."""

@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.simulation.clients import Client
@@ -86,6 +86,8 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace)
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
+    overlaps = result.seed // len(GROUPS) % 2 == 1
+    cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps)
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))

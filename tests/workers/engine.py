@@ -11,7 +11,9 @@ from workers.engine.messages import Submission, TurnUpdate
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams
 
-SMALL = EngineConfig(max_total_tokens=2048, max_running_requests=8, max_sessions=32, num_threads=2)
+SMALL = EngineConfig(
+    max_total_tokens=2048, max_running_requests=8, max_sessions=32, num_threads=2, overlap_schedule=True
+)
 NO_EOS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 

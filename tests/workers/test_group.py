@@ -195,9 +195,9 @@ def test_tokens_wait_for_the_acks_of_their_step() -> None:
     withheld: list[rank_pb2.Ack] = []
     group.followers[1]._send_ack = withheld.append
     group.submit("t", "s", prompt(1, 10), SHORT)
-    for _ in range(3):
+    for _ in range(4):
         group.leader.step()
-    assert group.scheduler.turns["t"].num_output == 3, "planning continues"
+    assert group.scheduler.turns["t"].num_output == 3, "planning continues, one step ahead"
     assert "t" not in group.updates, "nothing is shown"
     group.leader.log.ack(1, withheld[0])
     assert group.output("t") == list(group.scheduler.turns["t"].tokens[10:11]), "the first step's token, no more"

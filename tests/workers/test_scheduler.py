@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,9 +27,23 @@ ARRIVALS = st.lists(
 
 
 class Played:
-    """Runs steps: copies are done, sampled tokens are made up from what was computed."""
+    """Runs steps: copies are done, sampled tokens are made up from what was computed.
 
-    def __init__(self, page_size: int, num_pages: int, step_tokens: int, windows: tuple[int, ...] = ()) -> None:
+    With ``overlap``, a step's tokens are known when the next one is planned. ``end_tokens`` end a turn.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        step_tokens: int,
+        windows: tuple[int, ...] = (),
+        *,
+        overlap: bool = False,
+        end_tokens: Collection[int] = (),
+    ) -> None:
+        self.overlap, self.end_tokens = overlap, frozenset(end_tokens)
+        self.in_flight = Step()
         groups = [full_group(num_pages), *(window_group(max(4, num_pages // 2), window) for window in windows)]
         self.cache = SessionCache(groups, page_size, max_slots=8)
         limits = SchedulerLimits(context_len=64, step_tokens=step_tokens, max_running=4, max_waiting=6)
@@ -41,16 +57,25 @@ class Played:
         for work in step.work:
             slot = self.cache.slots[work.turn.session_id]
             assert work.start == slot.committed_len and work.start + work.count <= slot.allocated_len
+        if self.overlap:
+            self.collect(self.in_flight)
         self.scheduler.commit(step)
-        for work in step.work:
-            if work.samples:
-                work.turn.tokens.append(sum(work.turn.tokens) % 5)
-                if work.turn.finish_by_token(work.turn.tokens[-1], frozenset(), self.scheduler.max_len):
-                    self.scheduler.finish(work.turn, Outcome.COMPLETED)
+        self.in_flight = step
+        if not self.overlap:
+            self.collect(step)
         report = self.cache.audit()
         assert report.ok, report
         self.check_background()
         return step
+
+    def collect(self, step: Step) -> None:
+        for work in step.work:
+            turn = work.turn
+            if work.samples and not turn.ended:
+                assert turn.in_flight, "each token is received once"
+                turn.receive(sum(turn.tokens) % 5)
+                if turn.finish_by_token(turn.tokens[-1], self.end_tokens, self.scheduler.max_len):
+                    self.scheduler.finish(turn, Outcome.COMPLETED)
 
     def check_background(self) -> None:
         """No turn waits for pages that a background turn holds."""
@@ -61,7 +86,13 @@ class Played:
 
 @settings(max_examples=150, deadline=None)
 @example(
-    arrivals=[(0, 39, 12, 0, False, False)], page_size=1, tokens=48, step_tokens=4, windows=()
+    arrivals=[(0, 39, 12, 0, False, False)],
+    page_size=1,
+    tokens=48,
+    step_tokens=4,
+    windows=(),
+    overlap=True,
+    end_tokens=set(),
 )  # ends where the pool does
 @given(
     arrivals=ARRIVALS,
@@ -69,11 +100,20 @@ class Played:
     tokens=st.integers(48, 160),
     step_tokens=st.integers(4, 40),
     windows=st.sampled_from([(), (3,), (30,), (2, 17)]),
+    overlap=st.booleans(),
+    end_tokens=st.sampled_from([(), (4,)]),
 )
 def test_every_turn_ends_and_no_page_is_lost(
-    arrivals: list, page_size: int, tokens: int, step_tokens: int, windows: tuple[int, ...]
+    arrivals: list,
+    page_size: int,
+    tokens: int,
+    step_tokens: int,
+    windows: tuple[int, ...],
+    overlap: bool,
+    end_tokens: Collection[int],
 ) -> None:
-    played = Played(page_size, -(-tokens // page_size) + 1, step_tokens, windows)
+    num_pages = -(-tokens // page_size) + 1
+    played = Played(page_size, num_pages, step_tokens, windows, overlap=overlap, end_tokens=end_tokens)
     scheduler, ended = played.scheduler, 0
     for number, (session, size, output, pause, aborted, background) in enumerate(arrivals):
         params = SamplingParams(max_tokens=output, background=background)
@@ -91,8 +131,9 @@ def test_every_turn_ends_and_no_page_is_lost(
     for _ in range(4000):
         if not scheduler.turns:
             break
+        in_flight = played.in_flight.work if played.overlap else []
         step = played.step()
-        assert step.work, "turns are there, yet nothing runs"
+        assert step.work or in_flight, "turns are there, yet nothing runs"
     assert not scheduler.turns and not scheduler.waiting and not scheduler.running
     for session_id in list(played.cache.slots):
         played.cache.release_session(session_id)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import rank_pb2
 from workers.kv import new_tokens
-from workers.scheduling import Work
+from workers.scheduling import Turn, Work
 
 
 @dataclass(slots=True)
@@ -21,15 +22,20 @@ class Batch:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: array[int] = field(default_factory=new_tokens)
+    """One that is in flight is ``-1 - i``: the ``i``-th that was chosen last, on the device."""
     logit_rows: list[int] = field(default_factory=list)
     """The tokens whose logits are wanted: first those that sample, then those that score input tokens."""
 
     @classmethod
-    def of(cls, work: list[Work]) -> Batch:
-        """The batch of a planned step."""
+    def of(cls, work: list[Work], in_flight: Sequence[Turn] = ()) -> Batch:
+        """The batch of a planned step. ``in_flight``: the turns that the last chosen tokens belong to, in order."""
         batch = cls([w.row for w in work], [w.start for w in work], [w.count for w in work])
+        places = {turn.turn_id: i for i, turn in enumerate(in_flight)}
         for w in work:
-            batch.tokens += w.turn.tokens[w.start : w.start + w.count]
+            if w.turn.in_flight:
+                batch.tokens.append(-1 - places[w.turn.turn_id])
+            else:
+                batch.tokens += w.turn.tokens[w.start : w.start + w.count]
         firsts = [0, *itertools.accumulate(batch.counts)]
         batch.logit_rows = [firsts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
         for first, w in zip(firsts, work, strict=False):

@@ -40,6 +40,13 @@ class Collectives:
         self._group.allreduce([x]).wait()
         return x
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's ``x`` on every rank, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+        return x
+
     def minimum(self, value: int, device: torch.device) -> int:
         """The minimum of all ranks' values."""
         least = torch.tensor([value], device=device)

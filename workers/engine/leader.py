@@ -9,23 +9,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.config import EngineConfig
+from workers.engine.admission import Admission
 from workers.engine.batch import Batch
 from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
 from workers.engine.epochs import SessionEpochs
 from workers.engine.grammar_gate import GrammarGate
-from workers.engine.messages import Submission, TurnUpdate, check_tokens
+from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
 from workers.engine.rank import Rank, StepResult
@@ -35,13 +35,24 @@ from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
 from workers.grammar.turns import TurnGrammars
 from workers.kv import Outcome
-from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn
 
 T = TypeVar("T")
 PREFILL_TOKENS = 128
 """A step of at least this many tokens measures prefill speed; a smaller one measures a step's overhead."""
 IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that the device computes."""
+
+    step: Step
+    sampling: list[Turn]
+    """The turns whose next tokens it chooses, in that order."""
+    began: float
+    log_index: int
+    result: Future[StepResult]
 
 
 class Leader:
@@ -88,9 +99,13 @@ class Leader:
         self._outputs = Outputs(
             config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, self.scheduler.max_len, grammars
         )
+        vocab_size = self.rank.model_config.vocab_size
+        self._admission = Admission(self.cache, self.scheduler, self._outputs, vocab_size)
         self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
+        self._in_flight: InFlight | None = None
+        self._collected_at = 0.0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-leader", daemon=True)
 
@@ -105,22 +120,37 @@ class Leader:
             raise
 
     def step(self) -> None:
-        """One iteration: plan -> write the log -> apply -> collect."""
+        """One iteration: plan -> write the log -> launch -> collect.
+
+        With overlap, what is collected is the step before: the device computes one step while the host
+        collects the last and plans the next. What a step samples depends on what was collected, so it is
+        chosen after that: penalties, grammars and ends are exact.
+        """
         self._updates |= self._gate.end_overdue()
+        before = self._in_flight
         step = self.scheduler.plan()
-        batch = Batch.of(step.work)
+        batch = Batch.of(step.work, before.sampling if before is not None else ())
         self._replication.write(batch)
         began = time.monotonic()
-        masks = self._outputs.masks([work.turn for work in step.work if work.samples])
-        result = self.rank.apply(step, batch, masks)
-        self._measure_prefill(len(batch.tokens), time.monotonic() - began)
+        self.rank.launch(batch, step.copies, step.table_updates)
+        if before is not None:
+            self._collect(before)
         self.scheduler.commit(step)
-        self._collect(step, result)
+        self._in_flight = self._choose(step, began) if step.work else None
+        if self._in_flight is not None and not self.rank.overlaps:
+            self._collect(self._in_flight)
+            self._in_flight = None
         self._emit_updates()
+
+    def _choose(self, step: Step, began: float) -> InFlight:
+        """Have the device choose the tokens of a step that is launched."""
+        live = [work.turn for work in step.work if work.samples and not work.turn.ended]
+        result = self.rank.choose(step.work, self._outputs.masks(live))
+        return InFlight(step, live, began, self.log.last_index, result)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
-        idle = not self.scheduler.has_work
+        idle = not self.scheduler.has_work and self._in_flight is None
         while True:
             try:
                 command = self._commands.get(timeout=IDLE_WAIT_S) if idle else self._commands.get_nowait()
@@ -131,34 +161,49 @@ class Leader:
             command()
             idle = False
 
-    def _measure_prefill(self, num_tokens: int, seconds: float) -> None:
+    def _collect(self, launched: InFlight) -> None:
+        """Take a step's results, and emit them when every rank has acked its entry."""
+        result = launched.result.result()
+        now = time.monotonic()
+        self._measure_prefill(launched.step, now - max(launched.began, self._collected_at))
+        self._collected_at = now
+        self.counters["steps"] += 1
+        self.counters["computed_tokens"] += sum(work.count for work in launched.step.work)
+        self.counters["generated_tokens"] += len(result.tokens)
+        for work in launched.step.work:
+            turn = work.turn
+            if turn.ended:
+                continue
+            if turn.turn_id in result.input_logprobs:
+                self._update_of(turn).input_logprobs += result.input_logprobs[turn.turn_id]
+            if work.samples:
+                self._receive(turn, result)
+        self._emit_updates(launched.log_index)
+
+    def _measure_prefill(self, step: Step, seconds: float) -> None:
+        num_tokens = sum(work.count for work in step.work)
         if num_tokens >= PREFILL_TOKENS and seconds > 0:
             before = self.prefill_tokens_per_s or num_tokens / seconds
             self.prefill_tokens_per_s = 0.5 * (before + num_tokens / seconds)
 
-    def _collect(self, step: Step, result: StepResult) -> None:
-        self.counters["steps"] += bool(step.work)
-        self.counters["computed_tokens"] += sum(work.count for work in step.work)
-        self.counters["generated_tokens"] += len(result.tokens)
-        for turn_id, logprobs in result.input_logprobs.items():
-            self._update_of(self.scheduler.turns[turn_id]).input_logprobs += logprobs
-        for turn_id, token in result.tokens.items():
-            turn = self.scheduler.turns[turn_id]
-            update = self._update_of(turn)
-            if not turn.params.max_tokens:  # only its input is scored
-                self._end(turn, Outcome.COMPLETED, Finish("length"))
-                continue
-            turn.tokens.append(token)
-            update.tokens.append(token)
-            if turn_id in result.logprobs:
-                update.logprobs.append(result.logprobs[turn_id])
-            try:
-                finish = self._outputs.push(turn)
-            except InvalidRequest as error:
-                self._end(turn, Outcome.ABORTED, error)
-                continue
-            if finish is not None:
-                self._end(turn, Outcome.COMPLETED, finish)
+    def _receive(self, turn: Turn, result: StepResult) -> None:
+        """A turn's next token: what it means for the turn."""
+        if not turn.params.max_tokens:  # only its input is scored
+            self._end(turn, Outcome.COMPLETED, Finish("length"))
+            return
+        token = result.tokens[turn.turn_id]
+        turn.receive(token)
+        update = self._update_of(turn)
+        update.tokens.append(token)
+        if turn.turn_id in result.logprobs:
+            update.logprobs.append(result.logprobs[turn.turn_id])
+        try:
+            finish = self._outputs.push(turn)
+        except InvalidRequest as error:
+            self._end(turn, Outcome.ABORTED, error)
+            return
+        if finish is not None:
+            self._end(turn, Outcome.COMPLETED, finish)
 
     def _update_of(self, turn: Turn) -> TurnUpdate:
         update = self._updates.get(turn.turn_id)
@@ -166,11 +211,12 @@ class Leader:
             update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, cached_len=turn.cached_len)
         return update
 
-    def _emit_updates(self) -> None:
+    def _emit_updates(self, log_index: int | None = None) -> None:
+        """Emit what there is when every rank has acked the entry; default: the last."""
         updates, self._updates = self._updates, {}
         news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
         if news:
-            self.log.hold(self.log.last_index, lambda acks: self._emit(news))
+            self.log.hold(log_index or self.log.last_index, lambda acks: self._emit(news))
 
     # ---- called from any thread -------------------------------------------------------------------
 
@@ -181,6 +227,7 @@ class Leader:
         """End the loop after its current step, and wait for it."""
         self._commands.put(None)
         self._thread.join()
+        self.rank.stream.close()
         self._outputs.grammars.close()
 
     def submit(self, submission: Submission) -> None:
@@ -305,63 +352,26 @@ class Leader:
 
     def _submit_compiled(self, submission: Submission, compiled: Future[Any] | None) -> None:
         try:
-            turn = self._admit(submission, compiled.result() if compiled is not None else None)
+            update = self._admit(submission, compiled.result() if compiled is not None else None)
         except HoldfastError as error:
-            self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, error=error)
-        else:
-            if turn is None:
-                self._updates[submission.turn_id] = TurnUpdate(submission.turn_id, needs_history=True)
+            update = TurnUpdate(submission.turn_id, error=error)
+        if update is not None:
+            self._updates[submission.turn_id] = update
         self._emit_updates()
 
-    def _admit(self, submission: Submission, compiled: Matcher | StopPatterns | None) -> Turn | None:
-        """Queue the turn; None if this worker does not have the prefix that the turn refers to."""
+    def _admit(self, submission: Submission, compiled: Matcher | StopPatterns | None) -> TurnUpdate | None:
+        """Queue the turn, or say why it is not: its prefix is not here, or nothing is left to compute."""
         if not submission.ephemeral:
             self.epochs.check(submission.session_id, submission.epoch)
         self._end_superseded(submission)
         self.migrations.abort_import(submission.session_id)
-        found = self._whole_input(submission)
-        if found is None:
-            return None
-        tokens, keep_len = found
-        check_tokens(submission, tokens, self.rank.model_config.vocab_size)
-        turn = Turn(
-            turn_id=submission.turn_id,
-            session_id=submission.session_id,
-            tenant=submission.tenant,
-            tokens=tokens,
-            prompt_len=submission.prompt_len,
-            keep_len=keep_len,
-            params=submission.params,
-            ephemeral=submission.ephemeral,
-        )
-        try:
-            finish = self._outputs.begin(turn, compiled)
-            if finish is None:
-                self.scheduler.submit(turn)
-        except HoldfastError:
-            self._outputs.forget(turn)
-            raise
-        if finish is not None:
-            # A replay of a turn whose end was never reported: nothing is left to compute.
-            self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, finish=finish)
-            self._outputs.forget(turn)
-            return turn
+        turn, finish = self._admission.admit(submission, compiled)
+        if turn is None or finish is not None:
+            return TurnUpdate(submission.turn_id, finish=finish, needs_history=turn is None)
         if not submission.ephemeral:
             self.epochs.remember(submission.session_id, submission.epoch)
         self.counters["turns"] += 1
-        return turn
-
-    def _whole_input(self, submission: Submission) -> tuple[array[int], int] | None:
-        """All tokens of a turn, and how many of them the slot has; None if its prefix is not here."""
-        slot = self.cache.slots.get(submission.session_id)
-        if not submission.prefix_len:
-            return submission.tokens, common_prefix_len(slot.tokens, submission.tokens) if slot is not None else 0
-        if slot is None or len(slot.tokens) < submission.prefix_len:
-            return None
-        prefix = slot.tokens[: submission.prefix_len]
-        if zlib.crc32(prefix) != submission.prefix_crc:
-            return None
-        return prefix + submission.tokens, submission.prefix_len
+        return None
 
     def _end_superseded(self, submission: Submission) -> None:
         """End a turn that an owner with a later epoch replaces, possibly by the same turn after a failover."""

@@ -228,7 +228,8 @@ def read_pages(rank: Rank, transfer_id: str, group: int, columns: Sequence[int])
     pages = slot.tables[group].pages if slot is not None and group < len(slot.tables) else []
     if not all(0 <= column < len(pages) and pages[column] != FREED for column in columns):
         raise MigrationRefused(f"pages {columns} of group {group} of transfer {transfer_id} are not exported here")
-    return rank.kv.read_pages(group, [pages[column] for column in columns])
+    wanted = [pages[column] for column in columns]
+    return rank.stream.run(lambda: rank.kv.read_pages(group, wanted)).result()
 
 
 def write_pages(
@@ -242,4 +243,5 @@ def write_pages(
     if slot is None or slot.turn_id != request.transfer_id or not slot.running:
         raise MigrationRefused(f"a turn or a release of session {request.session_id} came before its KV")
     table = slot.tables[group].pages
-    rank.kv.write_pages(group, [table[column] for column in columns], pages)
+    targets = [table[column] for column in columns]
+    rank.stream.run(lambda: rank.kv.write_pages(group, targets, pages)).result()

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
@@ -16,6 +18,7 @@ from workers.engine.collectives import Collectives
 from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
 from workers.engine.step_log import RecordedCache
+from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
 from workers.kernels.upload import upload
@@ -24,7 +27,7 @@ from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_d
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
-from workers.scheduling import Step, Turn, Work
+from workers.scheduling import Turn, Work
 
 
 @dataclass(slots=True)
@@ -87,25 +90,46 @@ class Rank:
             for pages in num_pages
         ]
         self._head_shapes = model.head_shapes
+        self._group = group
+        overlap = config.overlap_schedule
+        self.overlaps = self.device.type == "cuda" if overlap is None else overlap
+        """Whether the host goes on while the device computes."""
+        in_thread = self.overlaps and self.device.type == "cpu" and self.shard.rank == 0
+        self.stream = ThreadStream() if in_thread else Stream()
+        self._logits: Tensor | None = None
+        self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._eos = frozenset(self.model_config.eos_token_ids)
 
-    def apply(self, step: Step, batch: Batch, masks: Future[dict[str, bytes]] | None = None) -> StepResult:
-        """The leader's part of a step: compute, and choose the tokens. ``masks``: see ``TurnGrammars.masks``."""
-        result = StepResult()
-        with torch.inference_mode():
-            logits = self.compute(batch, step.copies, step.table_updates)
-            if logits is not None:
-                self._sample(step.work, logits, masks.result() if masks is not None else {}, result)
-                self._input_logprobs(step.work, logits, result)
-        return result
+    def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        """Queue copies, table updates and one forward pass."""
+        # Whatever may write to a copied page from now on is queued later.
+        self.cache.finish_copies(len(copies))
+        self.stream.run(partial(self._forward, batch, copies, table_updates))
+
+    def choose(
+        self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None
+    ) -> Future[StepResult]:
+        """Queue the choice of the next tokens of the step that was launched last. In a group, for its leader.
+
+        Turns that have ended get none. ``masks``: see ``TurnGrammars.masks``.
+        """
+        ended = [w.turn.ended for w in work]
+        return self.stream.run(partial(self._choose, work, ended, masks))
 
     @torch.inference_mode()
-    def compute(
-        self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]
-    ) -> torch.Tensor | None:
-        """Apply copies and table updates, then run one forward pass. Returns ``Decoder.forward``'s logits, if any."""
+    def _forward(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         self._apply_updates(copies, table_updates)
-        return self.decoder.forward(self._forward_batch(batch), self.kv) if batch.rows else None
+        self._logits = self.decoder.forward(self._forward_batch(batch), self.kv) if batch.rows else None
+
+    @torch.inference_mode()
+    def _choose(
+        self, work: Sequence[Work], ended: Sequence[bool], masks: Future[dict[str, bytes]] | None
+    ) -> StepResult:
+        result, logits = StepResult(), self._logits
+        if logits is not None:
+            self._sample(work, ended, logits, masks.result() if masks is not None else {}, result)
+            self._input_logprobs(work, ended, logits, result)
+        return result
 
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
@@ -118,22 +142,26 @@ class Rank:
                 packed = upload([*rows, *columns, *entries.values()], torch.int64, self.device).view(3, -1)
                 table[packed[0], packed[1]] = packed[2].to(torch.int32)
         self.kv.copy_pages(copies)
-        self.cache.finish_copies(len(copies))
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
         size, counts = self.cache.page_size, batch.counts
         context_lens = [start + count for start, count in zip(batch.starts, counts, strict=True)]
         spans = list(zip(batch.starts, context_lens, strict=True))
+        places = (torch.frombuffer(batch.tokens, dtype=torch.int32) < 0).nonzero().flatten().tolist()
         parts: list[Sequence[int]] = [
             batch.tokens,
             [p for start, end in spans for p in range(start, end)],
             [i for i, count in enumerate(counts) for _ in range(count)],
             batch.rows,
             batch.logit_rows,
+            places,
+            [-1 - batch.tokens[i] for i in places],
         ]
         # One copy to the device for all of them.
         packed = upload([*itertools.chain(*parts)], torch.int64, self.device)
-        tokens, positions, sequence, rows, logit_rows = packed.split([len(part) for part in parts])
+        tokens, positions, sequence, rows, logit_rows, places, chosen = packed.split([len(part) for part in parts])
+        if len(places):
+            tokens[places] = self._fed(chosen)
         num_columns = -(-max(context_lens) // size)
         groups = []
         for group, whole, heads in zip(self.cache.groups, self.tables, self._head_shapes, strict=True):
@@ -150,15 +178,33 @@ class Rank:
             logit_rows=logit_rows,
         )
 
-    def _sample(self, work: list[Work], logits: torch.Tensor, masks: Mapping[str, bytes], result: StepResult) -> None:
-        turns = [w.turn for w in work if w.samples]
+    def _fed(self, chosen: Tensor) -> Tensor:
+        """Tokens that were chosen last, on every rank: the leader's."""
+        if self._group is None:
+            return self._chosen[chosen]
+        return self._group.broadcast(self._chosen[chosen] if self.shard.rank == 0 else torch.empty_like(chosen))
+
+    def _sample(
+        self,
+        work: Sequence[Work],
+        ended: Sequence[bool],
+        logits: Tensor,
+        masks: Mapping[str, bytes],
+        result: StepResult,
+    ) -> None:
+        sampling = [(w.turn, over) for w, over in zip(work, ended, strict=True) if w.samples]
+        turns = [turn for turn, over in sampling if not over]
         if not turns:
             return
         rows = [self._sampling_row(turn, masks.get(turn.turn_id)) for turn in turns]
-        logits = logits[: len(turns)]
+        if len(turns) == len(sampling):
+            logits = logits[: len(turns)]
+        else:
+            logits = logits[[i for i, (_, over) in enumerate(sampling) if not over]]
         with_logprobs = [i for i, t in enumerate(turns) if t.params.num_logprobs >= 0]
         raw = logits[with_logprobs].clone() if with_logprobs else None
-        tokens = sample(logits, rows)
+        self._chosen = sample(logits, rows)
+        tokens = self._chosen.tolist()
         result.tokens = {t.turn_id: token for t, token in zip(turns, tokens, strict=True)}
         if raw is not None:
             chosen = [tokens[i] for i in with_logprobs]
@@ -175,17 +221,19 @@ class Rank:
                 banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
         return SamplingRow(turn.params, turn.tokens, turn.prompt_len, banned, mask)
 
-    def _input_logprobs(self, work: list[Work], logits: torch.Tensor, result: StepResult) -> None:
+    def _input_logprobs(
+        self, work: Sequence[Work], ended: Sequence[bool], logits: Tensor, result: StepResult
+    ) -> None:
         at = sum(w.samples for w in work)
-        for w in work:
+        for w, over in zip(work, ended, strict=True):
             positions = scored_positions(w)
-            if positions:
+            if positions and not over:
                 targets = list(w.turn.tokens[positions.start + 1 : positions.stop + 1])
                 tops = [max(0, w.turn.params.num_logprobs)] * len(targets)
                 rows = logits[at : at + len(targets)]
                 wanted = [w.turn.params.logprob_token_ids] * len(targets)
                 result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops, wanted)
-                at += len(targets)
+            at += len(positions)
 
 
 def pick_device(name: str) -> torch.device:

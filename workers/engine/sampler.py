@@ -44,8 +44,8 @@ class TokenLogprobs:
     """1: no token is likelier."""
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """One token a row from fp32 ``logits [rows, vocab]``, which is changed in place."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """One token a row, int64 ``[rows]``, from fp32 ``logits [rows, vocab]``, which is changed in place."""
     for i, row in enumerate(rows):
         if row.params.logit_bias:
             tokens, biases = zip(*row.params.logit_bias, strict=True)
@@ -62,8 +62,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         _filter(picked, [rows[i].params for i in drawn])
         keys = [(rows[i].params.seed, len(rows[i].tokens)) for i in drawn]
         logits[drawn] = picked + gumbel_noise(keys, logits.shape[-1], logits.device)
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    return chosen
+    return logits.argmax(dim=-1)
 
 
 def logprobs_of(

@@ -5,6 +5,10 @@ prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole 
 finds no free page, the cache evicts idle slots; if there are none, the youngest turn is retracted: it
 keeps its tokens, leaves the batch, and resumes when there is room. Background turns run on what the others
 leave: they are admitted last, and retracted first, also for a turn that waits.
+
+A step may be planned before the tokens of the step before are known (see ``Turn.in_flight``): such a token is
+computed as any other, and only a turn's limits say whether another follows it. A turn that turns out to have
+ended has one position too many then, a tail that ``finish`` cuts.
 """
 
 from __future__ import annotations
@@ -117,13 +121,20 @@ class Scheduler:
         return bool(self.turns) and not self.paused
 
     def commit(self, step: Step) -> None:
-        """Commit the step's tokens, which are computed now."""
-        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in step.work})
+        """Commit the step's tokens: all are known now, and computed before anything that is planned later.
+
+        Of turns that ended meanwhile, nothing is committed. The others' next tokens are in flight now.
+        """
+        live = [w for w in step.work if not w.turn.ended]
+        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in live})
+        for w in live:
+            w.turn.in_flight = w.samples
 
     def finish(self, turn: Turn, outcome: Outcome) -> None:
         """End a turn that is waiting, running or retracted (law L7). Idempotent."""
         if self.turns.pop(turn.turn_id, None) is None:
             return
+        turn.ended = True
         if self.running.pop(turn.turn_id, None) is None:
             self.waiting.remove(turn)
         del self._busy[turn.session_id]
@@ -152,16 +163,22 @@ class Scheduler:
         return num_pages * size
 
     def _todo(self, turn: Turn) -> int:
+        if turn.in_flight:  # all but that token is committed
+            return 0 if turn.is_full(self.max_len) else 1
         return len(turn.tokens) - self.cache.slots[turn.session_id].committed_len
 
     def _work(self, turn: Turn, count: int) -> Work:
         slot = self.cache.slots[turn.session_id]
         start = slot.committed_len
-        return Work(turn, slot.row, start, count, start + count == len(turn.tokens))
+        return Work(turn, slot.row, start, count, start + count >= len(turn.tokens))
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
         slots = self.cache.slots  # inlines ``_todo`` and ``_work``: this runs for every turn in most steps
-        decodes = [t for t in self.running.values() if len(t.tokens) - slots[t.session_id].committed_len == 1]
+        decodes = [
+            t
+            for t in self.running.values()
+            if (not t.is_full(self.max_len) if t.in_flight else len(t.tokens) - slots[t.session_id].committed_len == 1)
+        ]
         decodes.sort(key=attrgetter("arrival"))
         while decodes:
             num_done = self.cache.extend_by_one([turn.session_id for turn in decodes])
@@ -218,6 +235,8 @@ class Scheduler:
         left = budget
         while self.waiting and left > 0:
             turn = self._next_waiting()
+            if turn.in_flight:
+                break  # it was retracted just now, and may end with that token
             if not self._make_place(turn, work):
                 break
             if self._head_is_blocked or not self._make_pages(turn, left, work):

@@ -83,6 +83,9 @@ class Turn:
     arrival: int = 0
     cached_len: int | None = None
     """Tokens whose KV was present at the first admission; None before it."""
+    in_flight: bool = False
+    """The device has been told to choose the next token, and it is not known here yet."""
+    ended: bool = False
 
     @property
     def num_output(self) -> int:
@@ -99,6 +102,14 @@ class Turn:
         """Why ``token``, which was just appended, ends the turn, if it does. ``max_len``: of the whole sequence."""
         if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
             return Finish("stop", token)
-        if self.num_output >= self.params.max_tokens or len(self.tokens) >= max_len:
-            return Finish("length")
-        return None
+        return Finish("length") if self.is_full(max_len) else None
+
+    def is_full(self, max_len: int) -> bool:
+        """Whether no token follows those that are known or in flight."""
+        more = self.in_flight
+        return self.num_output + more >= self.params.max_tokens or len(self.tokens) + more >= max_len
+
+    def receive(self, token: int) -> None:
+        """Append the token that was in flight."""
+        self.in_flight = False
+        self.tokens.append(token)

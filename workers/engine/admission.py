@@ -1,0 +1,71 @@
+"""How a submission becomes a turn: its whole input, checked, and its place in the queue."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+from holdfast.errors import HoldfastError
+from workers.engine.messages import Submission, check_tokens
+from workers.engine.outputs import Outputs
+from workers.grammar.matcher import Matcher
+from workers.grammar.stop_patterns import StopPatterns
+from workers.kv import SessionCache
+from workers.kv.prefix import common_prefix_len
+from workers.scheduling import Finish, Scheduler, Turn
+
+
+class Admission:
+    """Queues turns with a scheduler. For the leader's thread."""
+
+    def __init__(self, cache: SessionCache, scheduler: Scheduler, outputs: Outputs, vocab_size: int) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._vocab_size = vocab_size
+
+    def admit(
+        self, submission: Submission, compiled: Matcher | StopPatterns | None
+    ) -> tuple[Turn | None, Finish | None]:
+        """The queued turn; None if this worker does not have the prefix that the submission refers to.
+
+        A turn with a ``Finish`` is not queued: it replays one whose end was never reported, and nothing is
+        left to compute. Raises InvalidRequest, PromptTooLong, SessionBusy or QueueFull.
+        """
+        found = self._whole_input(submission)
+        if found is None:
+            return None, None
+        tokens, keep_len = found
+        check_tokens(submission, tokens, self._vocab_size)
+        turn = Turn(
+            turn_id=submission.turn_id,
+            session_id=submission.session_id,
+            tenant=submission.tenant,
+            tokens=tokens,
+            prompt_len=submission.prompt_len,
+            keep_len=keep_len,
+            params=submission.params,
+            ephemeral=submission.ephemeral,
+        )
+        try:
+            finish = self._outputs.begin(turn, compiled)
+            if finish is None:
+                self._scheduler.submit(turn)
+        except HoldfastError:
+            self._outputs.forget(turn)
+            raise
+        if finish is not None:
+            self._outputs.forget(turn)
+        return turn, finish
+
+    def _whole_input(self, submission: Submission) -> tuple[array[int], int] | None:
+        """All tokens of a turn, and how many of them the slot has; None if its prefix is not here."""
+        slot = self._cache.slots.get(submission.session_id)
+        if not submission.prefix_len:
+            return submission.tokens, common_prefix_len(slot.tokens, submission.tokens) if slot is not None else 0
+        if slot is None or len(slot.tokens) < submission.prefix_len:
+            return None
+        prefix = slot.tokens[: submission.prefix_len]
+        if zlib.crc32(prefix) != submission.prefix_crc:
+            return None
+        return prefix + submission.tokens, submission.prefix_len
