@@ -37,6 +37,9 @@ class Config(BaseModel):
     attention_backend: Literal["auto", "torch_native", "triton"] = Field(
         "auto", description="kernels of attention; auto: triton on CUDA, torch elsewhere"
     )
+    disable_overlap_schedule: bool | None = Field(
+        None, description="a step is planned when the one before is done; default: on CPU alone"
+    )
     tool_call_parser: str | None = Field(None, description="how the model writes calls; default: by its chat template")
     reasoning_parser: str | None = Field(
         None, description="how the model writes reasoning; default: by its chat template"
@@ -134,6 +137,7 @@ class Config(BaseModel):
             device=self.device,
             dtype=self.dtype,
             attention_backend=self.attention_backend,
+            overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
             page_size=self.page_size,
             context_length=self.context_length,
             max_total_tokens=self.max_total_tokens,

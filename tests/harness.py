@@ -25,7 +25,7 @@ from workers.serving.rank_server import RankServer
 from workers.serving.worker_server import WorkerServer
 
 HOST = "127.0.0.1"
-ENGINE = EngineConfig(max_total_tokens=16_384, max_running_requests=8)
+ENGINE = EngineConfig(max_total_tokens=16_384, max_running_requests=8, overlap_schedule=True)
 
 
 @dataclass

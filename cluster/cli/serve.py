@@ -26,7 +26,7 @@ def _flags(command: Any) -> Any:
         # Only the text names the default: the configuration applies it, so that a flag not given leaves the file's key.
         text = f"{field.description}{_default(field.default)}"
         flag = f"--{name.replace('_', '-')}"
-        if field.annotation is bool:
+        if kinds == [bool]:
             command = click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)(command)
         else:
             command = click.option(flag, name, type=kind, multiple=repeated, help=text, default=None)(command)

@@ -77,7 +77,7 @@ class Dispatch:
             prefix_len=prefix_len,
             prefix_crc=session.prefix_crc(prefix_len) if session and delta else 0,
             prompt_len=turn.prompt_len,
-            sampling=turn.request.sampling,
+            sampling=turn.sampling,
             ephemeral=session is None,
         )
         return turn.worker.submit(submit)

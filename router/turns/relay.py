@@ -143,6 +143,7 @@ class Relay:
                 turn.session.session_id, turn.epoch, turn.request.turn_id, len(turn.tokens), list(update.tokens)
             )
         turn.tokens.extend(update.tokens)
+        turn.num_scored += len(update.input_logprobs)
         if turn.cached_len is None and update.HasField("cached_len"):
             turn.cached_len = update.cached_len
         if update.finish_reason in ("stop", "length"):

@@ -94,6 +94,8 @@ class LiveTurn:
     submission: str = ""
     """The turn's id on its worker. Unique for each submission: updates of an earlier one may arrive late."""
     cached_len: int | None = None
+    num_scored: int = 0
+    """Input tokens whose logprobs are there: the next worker need not compute them again."""
     abort_requested: bool = False
     overdue: bool = False
     """Its deadline passed while its client did not read."""
@@ -101,6 +103,17 @@ class LiveTurn:
     """Workers lost since its last token."""
     resubmitted_at: float | None = None
     """When a failover submitted the turn, until its next token arrives."""
+
+    @property
+    def sampling(self) -> session_pb2.Sampling:
+        """What its next worker has to do."""
+        sampling = self.request.sampling
+        if self.num_scored:
+            left = session_pb2.Sampling()
+            left.CopyFrom(sampling)
+            left.logprob_start += self.num_scored
+            return left
+        return sampling
 
     @property
     def slot_name(self) -> str:

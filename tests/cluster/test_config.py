@@ -27,6 +27,13 @@ def test_a_switch_is_a_flag_with_an_opposite(tmp_path: Path) -> None:
     assert "--ep / --no-ep" in text
 
 
+def test_overlap_is_by_device_unless_it_is_said() -> None:
+    given = [load_config(None, flags).engine().overlap_schedule for flags in ({}, {"disable_overlap_schedule": True})]
+    assert given == [None, False]
+    assert load_config(None, {"disable_overlap_schedule": False}).engine().overlap_schedule
+    assert "--disable-overlap-schedule / --no-disable" in CliRunner().invoke(cli, ["serve", "--help"]).output
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

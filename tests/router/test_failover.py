@@ -54,6 +54,27 @@ async def test_a_stream_continues_with_the_same_tokens(cluster: Harness, extra: 
         assert session.epoch == 2 and session.num_tokens == 2 * (3 + 60)
 
 
+async def test_each_input_token_is_scored_once(cluster: Harness) -> None:
+    async def scored(session: str, lose: bool) -> list[float]:
+        sampling = pb.Sampling(**(SAMPLING | {"logprobs": 1, "logprob_start": 1}))
+        request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=range(100, 140)), sampling=sampling)
+        logprobs, num_tokens, is_lost = [], 0, not lose
+        async for answer in stub.Generate(request):
+            logprobs += [scored.logprob for scored in answer.input_logprobs]
+            num_tokens += len(answer.tokens)
+            if num_tokens >= 10 and not is_lost:
+                is_lost = True
+                await cluster.lose_worker(cluster.pinned_to(session))
+        assert num_tokens == 60
+        return logprobs
+
+    async with cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = await scored("calm", lose=False)
+        assert len(expected) == 38
+        assert await scored("storm", lose=True) == pytest.approx(expected, abs=1e-4)
+
+
 async def test_request_without_a_session_survives_too(cluster: Harness) -> None:
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)

@@ -39,7 +39,7 @@ class Batch:
         firsts = [0, *itertools.accumulate(batch.counts)]
         batch.logit_rows = [firsts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
         for first, w in zip(firsts, work, strict=False):
-            batch.logit_rows += [first + p - w.start for p in scored_positions(w)]
+            batch.logit_rows += [first + p - w.start for p in w.scored]
         return batch
 
     @classmethod
@@ -62,12 +62,3 @@ class Batch:
             tokens=pack_tokens(self.tokens),
             logit_rows=pack_tokens(array("i", self.logit_rows)),
         )
-
-
-def scored_positions(work: Work) -> range:
-    """Positions of this work whose logits score an input token: those before each wanted token."""
-    turn = work.turn
-    if turn.params.logprob_start < 0:
-        return range(0)
-    last = min(work.start + work.count, turn.prompt_len - 1)
-    return range(max(work.start, turn.params.logprob_start), max(last, turn.params.logprob_start, work.start))

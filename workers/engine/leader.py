@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from workers.engine.grammar_gate import GrammarGate
 from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
-from workers.engine.rank import Rank, StepResult
+from workers.engine.rank import InFlight, Rank, StepResult
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
 from workers.grammar.matcher import Matcher
@@ -41,18 +40,6 @@ T = TypeVar("T")
 PREFILL_TOKENS = 128
 """A step of at least this many tokens measures prefill speed; a smaller one measures a step's overhead."""
 IDLE_WAIT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that the device computes."""
-
-    step: Step
-    sampling: list[Turn]
-    """The turns whose next tokens it chooses, in that order."""
-    began: float
-    log_index: int
-    result: Future[StepResult]
 
 
 class Leader:
@@ -127,19 +114,16 @@ class Leader:
         chosen after that: penalties, grammars and ends are exact.
         """
         self._updates |= self._gate.end_overdue()
-        before = self._in_flight
         step = self.scheduler.plan()
-        batch = Batch.of(step.work, before.sampling if before is not None else ())
+        batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight is not None else ())
         self._replication.write(batch)
         began = time.monotonic()
         self.rank.launch(batch, step.copies, step.table_updates)
-        if before is not None:
-            self._collect(before)
+        self.collect()
         self.scheduler.commit(step)
         self._in_flight = self._choose(step, began) if step.work else None
-        if self._in_flight is not None and not self.rank.overlaps:
-            self._collect(self._in_flight)
-            self._in_flight = None
+        if not self.rank.overlaps:
+            self.collect()
         self._emit_updates()
 
     def _choose(self, step: Step, began: float) -> InFlight:
@@ -161,8 +145,11 @@ class Leader:
             command()
             idle = False
 
-    def _collect(self, launched: InFlight) -> None:
-        """Take a step's results, and emit them when every rank has acked its entry."""
+    def collect(self) -> None:
+        """Take the results of the step in flight, if there is one. In the loop's thread."""
+        if self._in_flight is None:
+            return
+        launched, self._in_flight = self._in_flight, None
         result = launched.result.result()
         now = time.monotonic()
         self._measure_prefill(launched.step, now - max(launched.began, self._collected_at))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
-from workers.engine.batch import Batch, scored_positions
+from workers.engine.batch import Batch
 from workers.engine.collectives import Collectives
 from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
@@ -27,7 +27,7 @@ from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_d
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
-from workers.scheduling import Turn, Work
+from workers.scheduling import Step, Turn, Work
 
 
 @dataclass(slots=True)
@@ -37,6 +37,18 @@ class StepResult:
     tokens: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that the device computes."""
+
+    step: Step
+    sampling: list[Turn]
+    """The turns whose next tokens it chooses, in that order."""
+    began: float
+    log_index: int
+    result: Future[StepResult]
 
 
 class Rank:
@@ -106,9 +118,7 @@ class Rank:
         self.cache.finish_copies(len(copies))
         self.stream.run(partial(self._forward, batch, copies, table_updates))
 
-    def choose(
-        self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None
-    ) -> Future[StepResult]:
+    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> Future[StepResult]:
         """Queue the choice of the next tokens of the step that was launched last. In a group, for its leader.
 
         Turns that have ended get none. ``masks``: see ``TurnGrammars.masks``.
@@ -221,19 +231,16 @@ class Rank:
                 banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
         return SamplingRow(turn.params, turn.tokens, turn.prompt_len, banned, mask)
 
-    def _input_logprobs(
-        self, work: Sequence[Work], ended: Sequence[bool], logits: Tensor, result: StepResult
-    ) -> None:
+    def _input_logprobs(self, work: Sequence[Work], ended: Sequence[bool], logits: Tensor, result: StepResult) -> None:
         at = sum(w.samples for w in work)
         for w, over in zip(work, ended, strict=True):
-            positions = scored_positions(w)
-            if positions and not over:
-                targets = list(w.turn.tokens[positions.start + 1 : positions.stop + 1])
+            if w.scored and not over:
+                targets = list(w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1])
                 tops = [max(0, w.turn.params.num_logprobs)] * len(targets)
                 rows = logits[at : at + len(targets)]
                 wanted = [w.turn.params.logprob_token_ids] * len(targets)
                 result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops, wanted)
-            at += len(positions)
+            at += len(w.scored)
 
 
 def pick_device(name: str) -> torch.device:

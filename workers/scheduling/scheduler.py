@@ -48,6 +48,8 @@ class Work:
     count: int
     samples: bool
     """Whether the share reaches the last token, whose logits give the next one."""
+    scored: range = range(0)
+    """Positions of this share whose logits score an input token, the one after each."""
 
 
 @dataclass(slots=True)
@@ -129,6 +131,8 @@ class Scheduler:
         self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in live})
         for w in live:
             w.turn.in_flight = w.samples
+            if w.scored:
+                w.turn.num_scored = w.scored.stop
 
     def finish(self, turn: Turn, outcome: Outcome) -> None:
         """End a turn that is waiting, running or retracted (law L7). Idempotent."""
@@ -170,7 +174,10 @@ class Scheduler:
     def _work(self, turn: Turn, count: int) -> Work:
         slot = self.cache.slots[turn.session_id]
         start = slot.committed_len
-        return Work(turn, slot.row, start, count, start + count >= len(turn.tokens))
+        scored, first = range(0), turn.first_unscored
+        if first is not None:
+            scored = range(max(start, first), min(start + count, turn.prompt_len - 1))
+        return Work(turn, slot.row, start, count, start + count >= len(turn.tokens), scored)
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
         slots = self.cache.slots  # inlines ``_todo`` and ``_work``: this runs for every turn in most steps
@@ -287,11 +294,12 @@ class Scheduler:
         except OutOfPages:
             return False
         keep_len = min(turn.keep_len, len(slot.tokens))
-        if turn.params.logprob_start >= 0:
+        scores_from = turn.first_unscored
+        if scores_from is not None:
             # Logprobs of cached tokens need their logits, which must be computed again.
-            keep_len = min(keep_len, turn.params.logprob_start)
+            keep_len = min(keep_len, scores_from)
         cached_len = cache.resume(
-            turn.session_id, turn.turn_id, turn.tokens, keep_len, match_prefix=turn.params.logprob_start < 0
+            turn.session_id, turn.turn_id, turn.tokens, keep_len, match_prefix=scores_from is None
         )
         try:
             num_missing = len(turn.tokens) - cached_len

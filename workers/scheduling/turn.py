@@ -86,10 +86,20 @@ class Turn:
     in_flight: bool = False
     """The device has been told to choose the next token, and it is not known here yet."""
     ended: bool = False
+    num_scored: int = 0
+    """Positions of the prompt below this one need not be scored any more."""
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The first position whose logits are wanted because they score the next input token, if there is one."""
+        if self.params.logprob_start < 0:
+            return None
+        first = max(self.params.logprob_start, self.num_scored)
+        return first if first < self.prompt_len - 1 else None
 
     def banned_tokens(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
         """Tokens that would end the turn before ``min_tokens``."""

@@ -273,6 +273,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
         def pause() -> None:
             scheduler.paused = request.paused
+            self._leader.collect()
             if request.paused and request.mode == worker_pb2.PAUSE_MODE_RETRACT:
                 scheduler.retract_all()
 
