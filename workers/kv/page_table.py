@@ -205,8 +205,8 @@ class WindowTables(GroupTables):
                 self.append_free(table, 1)
             else:
                 table.pages.append(FREED)
-        # The sender's resume points are protected when they are known here.
-        table.protected.append((first, end))
+        # The sender's resume points are protected when they are known here; until then, what was held stays too.
+        table.protected.append((table.num_evicted, end))
         self._find_evicted(table, first)
 
     def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:

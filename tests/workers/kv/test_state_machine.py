@@ -10,6 +10,7 @@ from hypothesis.stateful import precondition, rule
 from holdfast.errors import OutOfPages, SessionBusy, SessionExists
 from tests.workers.kv.machine import CUTS, INPUTS, SESSIONS, TENANTS, Machine, ModelSession
 from workers.kv import FREED, Outcome
+from workers.kv.prefix import common_prefix_len
 from workers.kv.slot import new_tokens
 
 
@@ -188,19 +189,25 @@ class KVCore(Machine):
         self.cache.release_session(name)
 
     @precondition(lambda self: any(s.startswith("held") for s in self.cache.slots))
-    @rule(data=st.data(), into=st.sampled_from(SESSIONS))
-    def import_held(self, data: st.DataObject, into: str) -> None:
-        """Copy what a reader holds into another session, as the target of a migration does (in one pool)."""
+    @rule(data=st.data(), into=st.sampled_from(SESSIONS), cached_here=st.booleans())
+    def import_held(self, data: st.DataObject, into: str, cached_here: bool) -> None:
+        """Copy what a reader holds into another session, as the target of a migration does (in one pool).
+
+        Another worker may have none of the source's pages, but what the session left there.
+        """
         name = data.draw(st.sampled_from(sorted(s for s in self.cache.slots if s.startswith("held"))))
-        if TENANTS[name] != TENANTS[into] or into in self.cache.slots or not self.open(into):
+        busy = into in self.model and self.model[into].turn is not None
+        if TENANTS[name] != TENANTS[into] or busy or not self.open(into) or name not in self.cache.slots:
             return
-        source = self.cache.slots[name]
+        source, size = self.cache.slots[name], self.cache.page_size
         tokens, committed = source.tokens[:], source.committed_len
-        end = -(-committed // self.cache.page_size)
+        end = -(-committed // size)
         columns = [[c for c in table.held() if c < end] for table in source.tables]
-        cached = self.cache.resume(into, "import", tokens, 0)
-        slot, first = self.cache.slots[into], cached // self.cache.page_size
-        self.model[into] = ModelSession()
+        slot = self.cache.slots[into]
+        keep_len = common_prefix_len(slot.tokens, tokens) // size * size
+        cached = self.cache.resume(into, "import", tokens, keep_len, match_prefix=cached_here)
+        first = cached // size
+        self.model[into] = ModelSession(list(tokens[:keep_len]))
         try:
             if committed > cached:
                 self.cache.extend_imported(into, committed - cached, source.turn_starts, columns)

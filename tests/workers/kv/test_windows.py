@@ -223,3 +223,31 @@ def test_an_abort_keeps_a_window_that_overlaps_an_older_resume_point(page_size: 
         cache.finish("s", "third", Outcome.ABORTED)
         assert cache.audit().ok, cache.audit()
         assert cache.slots["s"].committed_len == keep_len
+
+
+@pytest.mark.parametrize("shared_len", [16, 32, 48])
+def test_an_import_past_a_cached_prefix_frees_the_prefix_s_window(page_size: int, shared_len: int) -> None:
+    here, elsewhere = cache_of(page_size), cache_of(page_size)
+    tokens = list(range(130))
+    # What the session left here is of no use: it took another way, and the window before the fork has passed.
+    turn(here, "s", "t1", [*tokens[:64], *range(1000, 1040)], 0)
+    while here.index.evict_oldest(1):
+        pass
+    turn(here, "other", "t1", tokens[:shared_len], 0)
+    turn(elsewhere, "s", "t1", tokens[:100], 0)
+    turn(elsewhere, "s", "t2", tokens, 100)
+    source = elsewhere.slots["s"]
+    columns = [table.held() for table in source.tables]
+    cached = here.resume("s", "import", new_tokens(tokens), 64)
+    assert cached == shared_len
+    here.extend_imported("s", source.committed_len - cached, source.turn_starts, columns)
+    assert here.audit().ok, here.audit()
+    here.commit({"s": new_tokens(tokens[cached : source.committed_len])})
+    here.finish("s", "import", Outcome.COMPLETED, new_tokens(tokens[source.committed_len :]))
+    assert here.audit().ok, here.audit()
+    assert held(here.slots["s"]) <= 2 * (-(-WINDOW // page_size) + 1)
+    here.release_session("s")
+    here.flush()
+    here.release_session("other")
+    here.flush()
+    assert here.num_free() == [group.pool.num_pages for group in here.groups]
