@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from tests.parity.checkpoints import make_checkpoint
+from workers.engine import choice, sampler
+from workers.engine.penalties import PenaltyCounts
 from workers.kernels import attention_launch, elementwise_launch, experts_launch
 from workers.kernels.attention_launch import plan_triton_attention
 from workers.kernels.backend import Backend
 from workers.kernels.elementwise_launch import TritonElementwise
 from workers.kernels.experts_launch import TritonExperts
+from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
+from workers.scheduling import SamplingParams, Turn, Work
 
 CUDA = torch.device("cuda", 0)
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
@@ -55,11 +60,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
     monkeypatch.setattr(attention_launch, "upload", on_device)
+    for module in (choice, sampler):
+        monkeypatch.setattr(module, "upload_parts", parts_on_device)
     return noted
 
 
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(len(values), dtype=dtype, device=device)
+
+
+def parts_on_device(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+    dtypes = {"i": torch.int32, "f": torch.float32}
+    return [torch.empty(len(part), dtype=dtypes[part.typecode], device=device) for part in parts]
 
 
 def fake(weights: Any) -> Any:
@@ -135,6 +147,28 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
 def _keeps_all(decoder: Decoder) -> bool:
     """Whether a group reads more than one split of 900 tokens."""
     return any(not 0 < group.window <= 256 for group in decoder.config.kv_groups)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_choice_of_every_kind_waits_for_nothing(ended: bool, launches: list[str]) -> None:
+    """And its results, whatever they are, are one tensor."""
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, num_logprobs=4),
+        SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, logit_bias=((3, 1.0),), min_tokens=4),
+        SamplingParams(num_logprobs=2, logprob_start=0, logprob_token_ids=(5, 6)),
+    ]
+    turns = [Turn(str(i), str(i), "", new_tokens(range(9)), 8, 0, params) for i, params in enumerate(kinds)]
+    work = [Work(turn, i, 8, 1, True) for i, turn in enumerate(turns[:3])] + [Work(turns[3], 3, 0, 8, True, range(7))]
+    masks = {"1": b"\xff" * 16}
+    with FakeTensorMode():
+        counts = PenaltyCounts(128, CUDA)
+        for _ in range(3):
+            wanted = choice.Choice(work, [ended, *[False] * 3], masks, frozenset({2}))
+            chosen, results = wanted.queue(torch.empty(4 + 7, 128, device=CUDA), counts)
+            assert chosen.device == results.device == CUDA and len(chosen) == 4 - ended
+            rows = 2 + 7
+            assert results.shape == (len(chosen) + rows * (1 + 1 + 2 * 4) + 2 * (1 + 7),)
 
 
 def test_a_value_that_the_host_reads_raises(tmp_path: Path, launches: list[str]) -> None:

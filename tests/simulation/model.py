@@ -17,7 +17,8 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from workers.config import EngineConfig
-from workers.engine.rank import Batch, StepResult
+from workers.engine.batch import Batch
+from workers.engine.choice import StepResult
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream
 from workers.grammar.compiler import GrammarCompiler

@@ -11,7 +11,7 @@ import pytest
 from holdfast.tokens import pack_tokens
 from tests.workers.engine import NO_EOS, SMALL, Engine
 from tests.workers.groups import GroupEngine
-from workers.engine.rank import StepResult
+from workers.engine.choice import PendingChoice, StepResult
 from workers.kv.slot import new_tokens
 from workers.scheduling import Finish, Grammar, SamplingParams, Work
 
@@ -74,7 +74,7 @@ class Held:
     """Lets the device go on only when it is told: until then, what it chose is not known."""
 
     def __init__(self, engine: Engine) -> None:
-        self.waiting: list[tuple[Future[StepResult], Future[StepResult]]] = []
+        self.waiting: list[tuple[Future[StepResult], PendingChoice]] = []
         self._choose = engine.leader.rank.choose
         engine.leader.rank.choose = self.choose  # type: ignore[method-assign]
 
@@ -86,7 +86,7 @@ class Held:
     def go(self) -> None:
         """The oldest step's results arrive."""
         held, real = self.waiting.pop(0)
-        held.set_result(real.result(10))
+        held.set_result(real.result())
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known() -> None:

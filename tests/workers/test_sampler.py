@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from workers.engine.sampler import SamplingRow, gumbel_noise, logprobs_of, sample
-from workers.scheduling import SamplingParams
+from workers.engine.choice import Choice, StepResult
+from workers.engine.penalties import PenaltyCounts
+from workers.engine.sampler import SamplingRow, gumbel_noise, sample
+from workers.kv.slot import new_tokens
+from workers.scheduling import SamplingParams, Turn, Work
 
 PARAMS = SamplingParams(temperature=1.0)
 VOCAB = 64
+CPU = torch.device("cpu")
 
 
 def logits_of(probabilities: list[float]) -> torch.Tensor:
     return torch.tensor([probabilities]).log()
 
 
+def turn_of(params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> Turn:
+    return Turn(f"t{id(params)}", "s", "", new_tokens(tokens), prompt_len, 0, params)
+
+
+def row_of(params: SamplingParams, tokens: Sequence[int], prompt_len: int, **more: Any) -> SamplingRow:
+    return SamplingRow(turn_of(params, tokens, prompt_len), **more)
+
+
+def sampled(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    """What ``sample`` chooses for turns that it has not seen before."""
+    return sample(logits, rows, PenaltyCounts(logits.shape[-1], CPU)).tolist()
+
+
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 400) -> Counter[int]:
-    rows = [SamplingRow(replace(params, seed=seed), [1, 2], 2) for seed in range(count)]
-    return Counter(sample(logits.repeat(count, 1), rows).tolist())
+    rows = [row_of(replace(params, seed=seed), [1, 2], 2) for seed in range(count)]
+    return Counter(sampled(logits.repeat(count, 1), rows))
 
 
 def test_noise_is_a_function_of_seed_and_position() -> None:
@@ -72,36 +92,99 @@ def test_rows_do_not_disturb_each_other() -> None:
         replace(PARAMS, top_p=0.5, repetition_penalty=1.5, seed=6),
         replace(PARAMS, min_p=0.2, frequency_penalty=1.0, seed=7),
     ]
-    rows = [SamplingRow(p, [3, 9, 9, 9], 2) for p in params]
-    together = sample(logits.clone(), rows)
-    assert together.tolist() == [sample(logits[i : i + 1].clone(), rows[i : i + 1]).item() for i in range(5)]
+    rows = [row_of(p, [3, 9, 9, 9], 2) for p in params]
+    together = sampled(logits.clone(), rows)
+    assert together == [sampled(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(5)]
 
 
 def test_a_bias_is_added_to_its_tokens_alone() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0]])
-    biased = SamplingRow(SamplingParams(logit_bias=((0, 5.0), (2, -100.0))), [0], 1)
-    assert sample(logits, [biased, SamplingRow(SamplingParams(), [0], 1)]).tolist() == [0, 2]
+    biased = row_of(SamplingParams(logit_bias=((0, 5.0), (2, -100.0))), [0], 1)
+    assert sampled(logits, [biased, row_of(SamplingParams(), [0], 1)]) == [0, 2]
     assert logits.tolist() == [[6.0, 2.0, -97.0, 0.0], [1.0, 2.0, 3.0, 0.0]]
 
 
 def test_penalties_count_the_right_tokens() -> None:
     flat = torch.zeros(1, 4)
-    row = SamplingRow(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)
+    row = row_of(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)
     seen = flat.clone()
-    sample(seen, [row])
+    sampled(seen, [row])
     assert seen[0].tolist() == [0.0, -2.0, -1.5, 0.0], "the prompt does not count"
     both = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    sample(both, [SamplingRow(SamplingParams(repetition_penalty=2.0), [0, 1], 1)])
+    sampled(both, [row_of(SamplingParams(repetition_penalty=2.0), [0, 1], 1)])
     assert both[0].tolist() == [1.0, -4.0, 2.0, -2.0], "the prompt does count"
 
 
 def test_banned_tokens_are_never_chosen() -> None:
-    rows = [SamplingRow(SamplingParams(), [1], 1, banned=(1,))]
-    assert sample(logits_of([0.2, 0.5, 0.3]), rows).tolist() == [2]
+    rows = [row_of(SamplingParams(logit_bias=((1, 3.0),)), [1], 1, banned=(1,))]
+    assert sampled(logits_of([0.2, 0.5, 0.3]), rows) == [2]
+
+
+def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
+    """Turns come and go, and rows are used again; a step brings each turn's new tokens alone."""
+    rng = random.Random(0)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.3)
+    kept, turns = PenaltyCounts(VOCAB, CPU), []
+    for _ in range(60):
+        turns = [turn for turn in turns if not turn.ended]
+        if len(turns) < 12:
+            tokens = rng.choices(range(VOCAB), k=rng.randint(1, 9))
+            turns.append(turn_of(params, tokens, rng.randint(1, len(tokens))))
+        some = rng.sample(turns, rng.randint(1, len(turns)))
+        logits = torch.randn(len(some), VOCAB)
+        ours, theirs = logits.clone(), logits.clone()
+        tokens = sample(ours, [SamplingRow(turn) for turn in some], kept).tolist()
+        assert tokens == sampled(theirs, [SamplingRow(turn) for turn in some]) and torch.equal(ours, theirs)
+        for turn, token in zip(some, tokens, strict=True):
+            turn.receive(token)
+            turn.ended = rng.random() < 0.1
+    assert len(kept._seen) <= 24, "as many rows as turns, by powers of two"
+
+
+def test_a_mask_may_end_within_a_word() -> None:
+    allowed = sum(1 << token for token in (3, 40, 69))
+    mask = allowed.to_bytes(9, "little")
+    logits = torch.zeros(1, 70)
+    logits[0, 68], logits[0, 69] = 9.0, 1.0
+    assert sampled(logits, [row_of(SamplingParams(), [0], 1, mask=mask)]) == [69]
+    assert logits.isfinite().nonzero()[:, 1].tolist() == [3, 40, 69]
+
+
+def chosen(logits: torch.Tensor, work: list[Work], ended: Sequence[bool]) -> StepResult:
+    choice = Choice(work, ended, {}, frozenset())
+    _, results = choice.queue(logits, PenaltyCounts(logits.shape[-1], CPU))
+    return choice.read(results)
 
 
 def test_logprobs_are_the_models_own() -> None:
-    result = logprobs_of(logits_of([0.2, 0.5, 0.3]).repeat(2, 1), [0, 2], [0, 2], [(), (0, 1)])
-    assert [item.rank for item in result] == [3, 2]
-    assert math.isclose(result[0].logprob, math.log(0.2), rel_tol=1e-5) and result[0].top == ()
-    assert [token for token, _ in result[1].top] == [1, 2]
+    params = [
+        SamplingParams(num_logprobs=0, logit_bias=((0, 9.0),)),
+        SamplingParams(),
+        SamplingParams(num_logprobs=2, logprob_token_ids=(0, 1)),
+    ]
+    turns = [turn_of(p, [1], 1) for p in params]
+    work = [Work(turn, 0, 0, 1, True) for turn in turns]
+    logits = logits_of([0.2, 0.5, 0.3]).repeat(3, 1)
+    result = chosen(logits.clone(), work, [False] * 3)
+    first, third = (result.logprobs[turns[i].turn_id] for i in (0, 2))
+    assert (first.token, first.rank, first.top) == (0, 3, ()) and turns[1].turn_id not in result.logprobs
+    assert math.isclose(first.logprob, math.log(0.2), rel_tol=1e-5), "before the bias"
+    assert [token for token, _ in third.top] == [1, 2] and (third.token, third.rank) == (1, 1)
+    assert [token for token, _ in third.wanted] == [0, 1]
+    assert math.isclose(third.wanted[0][1], math.log(0.2), rel_tol=1e-5)
+    only = chosen(logits.clone(), work, [True, True, False])
+    assert list(only.tokens) == [turns[2].turn_id] and only.logprobs[turns[2].turn_id] == third
+
+
+def test_input_tokens_are_scored_beside_those_that_sample() -> None:
+    scoring = turn_of(SamplingParams(num_logprobs=1, logprob_start=1), [0, 1, 2, 0, 1, 1], 6)
+    plain = turn_of(SamplingParams(), [0], 1)
+    work = [Work(scoring, 0, 0, 4, False, range(1, 4)), Work(plain, 1, 0, 1, True)]
+    logits = torch.cat([logits_of(p) for p in ([0.1, 0.1, 0.8], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4])])
+    result = chosen(logits, work, [False, False])
+    assert result.tokens == {plain.turn_id: 2} and not result.logprobs
+    scored = result.input_logprobs[scoring.turn_id]
+    assert [lp.token for lp in scored] == [2, 0, 1]
+    assert [round(math.exp(lp.logprob), 3) for lp in scored] == [0.3, 0.6, 0.3]
+    assert [lp.top[0][0] for lp in scored] == [1, 0, 2]
+    assert not chosen(logits, work, [True, False]).input_logprobs

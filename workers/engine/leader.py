@@ -20,6 +20,7 @@ from holdfast.v1 import rank_pb2, worker_pb2
 from workers.config import EngineConfig
 from workers.engine.admission import Admission
 from workers.engine.batch import Batch
+from workers.engine.choice import InFlight, StepResult
 from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
 from workers.engine.epochs import SessionEpochs
@@ -27,7 +28,7 @@ from workers.engine.grammar_gate import GrammarGate
 from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
-from workers.engine.rank import InFlight, Rank, StepResult
+from workers.engine.rank import Rank
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
 from workers.grammar.matcher import Matcher
@@ -129,8 +130,8 @@ class Leader:
     def _choose(self, step: Step, began: float) -> InFlight:
         """Have the device choose the tokens of a step that is launched."""
         live = [work.turn for work in step.work if work.samples and not work.turn.ended]
-        result = self.rank.choose(step.work, self._outputs.masks(live))
-        return InFlight(step, live, began, self.log.last_index, result)
+        pending = self.rank.choose(step.work, self._outputs.masks(live))
+        return InFlight(step, live, began, self.log.last_index, pending)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
@@ -150,7 +151,7 @@ class Leader:
         if self._in_flight is None:
             return
         launched, self._in_flight = self._in_flight, None
-        result = launched.result.result()
+        result = launched.pending.result()
         now = time.monotonic()
         self._measure_prefill(launched.step, now - max(launched.began, self._collected_at))
         self._collected_at = now

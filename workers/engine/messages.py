@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, InvalidRequest
-from workers.engine.sampler import TokenLogprobs
+from workers.engine.choice import TokenLogprobs
 from workers.scheduling import Finish, SamplingParams
 
 

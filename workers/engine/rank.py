@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,41 +13,21 @@ from torch import Tensor
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
 from workers.engine.batch import Batch
+from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
 from workers.engine.memory import group_specs, pages_by_group
-from workers.engine.sampler import SamplingRow, TokenLogprobs, logprobs_of, sample
+from workers.engine.penalties import PenaltyCounts
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
-from workers.kernels.upload import upload
+from workers.kernels.upload import Download, upload
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
-from workers.scheduling import Step, Turn, Work
-
-
-@dataclass(slots=True)
-class StepResult:
-    """A step's results by turn id."""
-
-    tokens: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that the device computes."""
-
-    step: Step
-    sampling: list[Turn]
-    """The turns whose next tokens it chooses, in that order."""
-    began: float
-    log_index: int
-    result: Future[StepResult]
+from workers.scheduling import Work
 
 
 class Rank:
@@ -111,6 +90,7 @@ class Rank:
         self._logits: Tensor | None = None
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._eos = frozenset(self.model_config.eos_token_ids)
+        self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
     def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         """Queue copies, table updates and one forward pass."""
@@ -118,13 +98,13 @@ class Rank:
         self.cache.finish_copies(len(copies))
         self.stream.run(partial(self._forward, batch, copies, table_updates))
 
-    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> Future[StepResult]:
+    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> PendingChoice:
         """Queue the choice of the next tokens of the step that was launched last. In a group, for its leader.
 
         Turns that have ended get none. ``masks``: see ``TurnGrammars.masks``.
         """
         ended = [w.turn.ended for w in work]
-        return self.stream.run(partial(self._choose, work, ended, masks))
+        return PendingChoice(self.stream.run(partial(self._choose, work, ended, masks)))
 
     @torch.inference_mode()
     def _forward(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
@@ -134,12 +114,11 @@ class Rank:
     @torch.inference_mode()
     def _choose(
         self, work: Sequence[Work], ended: Sequence[bool], masks: Future[dict[str, bytes]] | None
-    ) -> StepResult:
-        result, logits = StepResult(), self._logits
-        if logits is not None:
-            self._sample(work, ended, logits, masks.result() if masks is not None else {}, result)
-            self._input_logprobs(work, ended, logits, result)
-        return result
+    ) -> tuple[Choice, Download]:
+        logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
+        choice = Choice(work, ended, masks.result() if masks is not None else {}, self._eos)
+        self._chosen, results = choice.queue(logits, self._counts)
+        return choice, Download(results)
 
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
@@ -193,54 +172,6 @@ class Rank:
         if self._group is None:
             return self._chosen[chosen]
         return self._group.broadcast(self._chosen[chosen] if self.shard.rank == 0 else torch.empty_like(chosen))
-
-    def _sample(
-        self,
-        work: Sequence[Work],
-        ended: Sequence[bool],
-        logits: Tensor,
-        masks: Mapping[str, bytes],
-        result: StepResult,
-    ) -> None:
-        sampling = [(w.turn, over) for w, over in zip(work, ended, strict=True) if w.samples]
-        turns = [turn for turn, over in sampling if not over]
-        if not turns:
-            return
-        rows = [self._sampling_row(turn, masks.get(turn.turn_id)) for turn in turns]
-        if len(turns) == len(sampling):
-            logits = logits[: len(turns)]
-        else:
-            logits = logits[[i for i, (_, over) in enumerate(sampling) if not over]]
-        with_logprobs = [i for i, t in enumerate(turns) if t.params.num_logprobs >= 0]
-        raw = logits[with_logprobs].clone() if with_logprobs else None
-        self._chosen = sample(logits, rows)
-        tokens = self._chosen.tolist()
-        result.tokens = {t.turn_id: token for t, token in zip(turns, tokens, strict=True)}
-        if raw is not None:
-            chosen = [tokens[i] for i in with_logprobs]
-            tops = [turns[i].params.num_logprobs for i in with_logprobs]
-            wanted = [turns[i].params.logprob_token_ids for i in with_logprobs]
-            for i, logprobs in zip(with_logprobs, logprobs_of(raw, chosen, tops, wanted), strict=True):
-                result.logprobs[turns[i].turn_id] = logprobs
-
-    def _sampling_row(self, turn: Turn, mask: bytes | None) -> SamplingRow:
-        banned = turn.banned_tokens(self._eos)
-        if banned and mask is not None:
-            allowed = int.from_bytes(mask, "little")
-            if not allowed & ~sum(1 << token for token in banned):
-                banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
-        return SamplingRow(turn.params, turn.tokens, turn.prompt_len, banned, mask)
-
-    def _input_logprobs(self, work: Sequence[Work], ended: Sequence[bool], logits: Tensor, result: StepResult) -> None:
-        at = sum(w.samples for w in work)
-        for w, over in zip(work, ended, strict=True):
-            if w.scored and not over:
-                targets = list(w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1])
-                tops = [max(0, w.turn.params.num_logprobs)] * len(targets)
-                rows = logits[at : at + len(targets)]
-                wanted = [w.turn.params.logprob_token_ids] * len(targets)
-                result.input_logprobs[w.turn.turn_id] = logprobs_of(rows, targets, tops, wanted)
-            at += len(w.scored)
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,104 +1,90 @@
-"""From logits to tokens. A row depends only on its own logits, history, seed and position.
+"""From logits to tokens, on the device. A row depends only on its own logits, history, seed and position.
 
 The noise is a counter-based function of (seed, position, token id). There is no generator state to
 save, send or lose, and a turn continues after a failover as it would have without one. A token is
 drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over the filtered tokens.
+
+All parameters of a step go to the device in one copy, and nothing comes back: the host does not wait.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.scheduling import SamplingParams
+from workers.engine.penalties import PenaltyCounts, penalties_of
+from workers.kernels.upload import upload_parts
+from workers.scheduling import SamplingParams, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One turn that samples a token. ``tokens`` is its whole sequence so far."""
+    """One turn that samples a token."""
 
-    params: SamplingParams
-    tokens: Sequence[int]
-    prompt_len: int
-    banned: Sequence[int] = ()
+    turn: Turn
+    banned: Collection[int] = ()
     """Token ids that may not be chosen."""
     mask: bytes | None = None
     """The token ids that a grammar allows, a bit each, lowest first. Some of them is not banned."""
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities under the model itself (before temperature, penalties and filters)."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    wanted: tuple[tuple[int, float], ...] = ()
-    """Of ``SamplingParams.logprob_token_ids``."""
-    rank: int = 1
-    """1: no token is likelier."""
+    @property
+    def params(self) -> SamplingParams:
+        return self.turn.params
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], counts: PenaltyCounts) -> Tensor:
     """One token a row, int64 ``[rows]``, from fp32 ``logits [rows, vocab]``, which is changed in place."""
-    for i, row in enumerate(rows):
-        if row.params.logit_bias:
-            tokens, biases = zip(*row.params.logit_bias, strict=True)
-            logits[i, list(tokens)] += torch.tensor(biases, device=logits.device)
-        if row.params.penalized:
-            _penalize(logits[i], row)
-        if row.banned:
-            logits[i, list(row.banned)] = -torch.inf
-    _mask(logits, rows)
+    penalized = [i for i, row in enumerate(rows) if row.params.penalized]
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    count_rows, new = counts.rows_of([rows[i].turn for i in penalized])
+    biases = _biases(rows)
+    keys = array("i", b"".join(_mixing_keys(rows[i].params.seed, len(rows[i].turn.tokens)) for i in drawn))
+    ints = [array("i", part) for part in (biases[0], biases[1], penalized, count_rows)]
+    ints += [new.rows, new.tokens, new.is_output, array("i", drawn), keys]
+    ints.append(array("i", [rows[i].params.top_k or logits.shape[-1] for i in drawn]))
+    floats = [array("f", biases[2]), penalties_of([rows[i].params for i in penalized])]
+    floats += [array("f", [getattr(rows[i].params, name) for i in drawn]) for name in ("temperature", "top_p", "min_p")]
+    sent = upload_parts([*ints, *floats], logits.device)
+    bias_rows, bias_tokens, at, count_at, new_rows, new_tokens, is_output, drawn_at, keys_at, top_k = sent[: len(ints)]
+    bias_values, penalties, temperature, top_p, min_p = sent[len(ints) :]
+
+    if biases[0]:
+        logits.index_put_((bias_rows, bias_tokens), bias_values, accumulate=True)
+    if penalized:
+        counts.add(new_rows, new_tokens, is_output)
+        repetition, presence, frequency = penalties.view(3, -1, 1)
+        kept = counts.penalize(logits.index_select(0, at), count_at, repetition, presence, frequency)
+        logits.index_put_((at,), kept)
+    _mask(logits, rows)
     if drawn:
-        picked = logits[drawn]
-        picked /= torch.tensor([[rows[i].params.temperature] for i in drawn], device=logits.device)
-        _filter(picked, [rows[i].params for i in drawn])
-        keys = [(rows[i].params.seed, len(rows[i].tokens)) for i in drawn]
-        logits[drawn] = picked + gumbel_noise(keys, logits.shape[-1], logits.device)
+        picked = logits.index_select(0, drawn_at) / temperature.unsqueeze(1)
+        _filter(picked, [rows[i].params for i in drawn], top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
+        logits.index_put_((drawn_at,), picked + _noise(keys_at.view(-1, 2), logits.shape[-1]))
     return logits.argmax(dim=-1)
-
-
-def logprobs_of(
-    logits: Tensor, chosen: Sequence[int], num_top: Sequence[int], wanted: Sequence[tuple[int, ...]]
-) -> list[TokenLogprobs]:
-    """Logprobs of ``chosen``, of the ``num_top`` likeliest tokens and of ``wanted``, a row each of ``logits``."""
-    log_probs = logits.log_softmax(dim=-1)
-    of_chosen = log_probs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])
-    picked, ranks = of_chosen[:, 0].tolist(), (1 + (log_probs > of_chosen).sum(dim=-1)).tolist()
-    most = max(num_top)
-    values, ids = (t.tolist() for t in log_probs.topk(most, dim=-1)) if most else ([], [])
-    return [
-        TokenLogprobs(
-            token,
-            picked[i],
-            tuple(zip(ids[i][:top], values[i][:top], strict=True)) if top else (),
-            tuple(zip(others, log_probs[i, list(others)].tolist(), strict=True)) if others else (),
-            ranks[i],
-        )
-        for i, (token, top, others) in enumerate(zip(chosen, num_top, wanted, strict=True))
-    ]
 
 
 def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise fp32 ``[keys, vocab_size]``, a function of each key ``(seed, position)``."""
-    pairs = [_mixing_keys(seed, position) for seed, position in keys]
-    first, second = (torch.tensor([[p[i]] for p in pairs], device=device) for i in (0, 1))
-    bits = torch.arange(vocab_size, device=device)[None, :] * 0x9E3779B9
+    packed = array("i", b"".join(_mixing_keys(seed, position) for seed, position in keys))
+    return _noise(upload_parts([packed], device)[0].view(-1, 2), vocab_size)
+
+
+def _noise(keys: Tensor, vocab_size: int) -> Tensor:
+    first, second = (keys.long() & 0xFFFFFFFF).split(1, dim=1)
+    bits = torch.arange(vocab_size, device=keys.device).unsqueeze(0) * 0x9E3779B9
     bits = _mix(_mix((bits + first) & 0xFFFFFFFF) ^ second)
     uniform = (bits.double() + 0.5) / 2.0**32
     return -(-uniform.log()).log().float()
 
 
-def _mixing_keys(seed: int, position: int) -> tuple[int, int]:
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+def _mixing_keys(seed: int, position: int) -> bytes:
+    """Two 32-bit keys."""
+    return hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -110,46 +96,45 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def _biases(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[float]]:
+    """Rows, tokens, and what is added to their logits; no place twice, because sums have no order on a device."""
+    places: list[int] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    for i, row in enumerate(rows):
+        if row.params.logit_bias or row.banned:
+            biases = dict(row.params.logit_bias) | dict.fromkeys(row.banned, float("-inf"))
+            places += [i] * len(biases)
+            tokens += biases.keys()
+            values += biases.values()
+    return places, tokens, values
+
+
 def _mask(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
-    if masks:
-        packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
-        bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-        allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
-        logits[list(masks)] = logits[list(masks)].masked_fill(~allowed, -torch.inf)
+    if not masks:
+        return
+    packed = [array("i", mask + bytes(-len(mask) % 4)) for mask in masks.values()]
+    at, *words = upload_parts([array("i", masks), *packed], logits.device)
+    bits = torch.stack(words).unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    forbidden = bits.flatten(1).narrow(1, 0, logits.shape[-1]) == 0
+    logits.index_put_((at,), logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
 
 
-def _penalize(logits: Tensor, row: SamplingRow) -> None:
-    p, device, vocab_size = row.params, logits.device, logits.shape[-1]
-    # Copied as bytes: converting a long session's tokens to a list would cost more than the step.
-    tokens = torch.frombuffer(array("i", row.tokens), dtype=torch.int32).to(device, torch.int64)
-    if p.repetition_penalty != 1.0:
-        seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        seen[tokens] = True
-        penalized = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)
-        logits.copy_(torch.where(seen, penalized, logits))
-    if p.presence_penalty or p.frequency_penalty:
-        counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
-        output = tokens[row.prompt_len :]
-        counts.index_add_(0, output, torch.ones_like(output))
-        logits -= torch.where(counts > 0, p.presence_penalty + p.frequency_penalty * counts.float(), 0.0)
-
-
-def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+def _filter(logits: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
     """Set to -inf what top-k, top-p and min-p leave out; each filter looks at what the one before left."""
-    device, vocab_size = logits.device, logits.shape[-1]
+    vocab_size = logits.shape[-1]
     if any(p.top_k or p.top_p < 1.0 for p in params):
         ordered, order = logits.sort(dim=-1, descending=True)
-        top_k = torch.tensor([[p.top_k or vocab_size] for p in params], device=device)
-        dropped = torch.arange(vocab_size, device=device)[None, :] >= top_k
+        dropped = torch.arange(vocab_size, device=logits.device).unsqueeze(0) >= top_k
         ordered = ordered.masked_fill(dropped, -torch.inf)
-        top_p = torch.tensor([[p.top_p] for p in params], device=device)
         probs = ordered.softmax(dim=-1)
         # A token stays if those before it have not reached top_p yet. The first always does, also where
         # top_p is nothing in fp32.
-        dropped[:, 1:] |= ((probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0))[:, 1:]
+        reached = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
+        reached.select(1, 0).zero_()
+        dropped |= reached
         logits.scatter_(1, order, ordered.masked_fill(dropped, -torch.inf))
     if any(p.min_p > 0.0 for p in params):
-        min_p = torch.tensor([[p.min_p] for p in params], device=device)
         floor = logits.amax(dim=-1, keepdim=True) + min_p.log()
         logits.masked_fill_(logits < floor, -torch.inf)

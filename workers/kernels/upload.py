@@ -1,8 +1,10 @@
-"""Small arrays on their way from the host to a device."""
+"""Small arrays between the host and a device. The host waits for neither direction until it needs the values."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,3 +15,31 @@ def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_parts(parts: Sequence[array[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays of 32-bit integers (``i``) and floats (``f``) on the device, in one copy: int32 and fp32 tensors."""
+    data = b"".join(parts)
+    whole = torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
+    if device.type != "cpu":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    tensors = whole.split([len(part) for part in parts])
+    return [t if part.typecode == "i" else t.view(torch.float32) for t, part in zip(tensors, parts, strict=True)]
+
+
+class Download:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._copied = tensor, None
+        if tensor.device.type != "cpu":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> Tensor:
+        """The values, once all that was queued before them is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host

@@ -7,8 +7,8 @@ from typing import Any
 from holdfast.errors import InvalidRequest
 from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
+from workers.engine.choice import TokenLogprobs
 from workers.engine.messages import Submission, TurnUpdate
-from workers.engine.sampler import TokenLogprobs
 from workers.scheduling import Grammar, SamplingParams
 
 MIN_TEMPERATURE = 1e-5

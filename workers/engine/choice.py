@@ -1,0 +1,168 @@
+"""The end of a step: the next tokens and the logprobs that are wanted, in one copy from the device."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.engine.penalties import PenaltyCounts
+from workers.engine.sampler import SamplingRow, sample
+from workers.kernels.upload import Download, upload_parts
+from workers.scheduling import Step, Turn, Work
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities under the model itself (before temperature, penalties and filters)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    wanted: tuple[tuple[int, float], ...] = ()
+    """Of ``SamplingParams.logprob_token_ids``."""
+    rank: int = 1
+    """1: no token is likelier."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A step's results by turn id."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class PendingResult(Protocol):
+    """The results of a step that the device may not have computed yet."""
+
+    def result(self) -> StepResult:
+        """Wait for them. Raises what the device failed with."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that the device computes."""
+
+    step: Step
+    sampling: list[Turn]
+    """The turns whose next tokens it chooses, in that order."""
+    began: float
+    log_index: int
+    pending: PendingResult
+
+
+class Choice:
+    """The wanted results of one step: what they are computed from, and where in one copy each lies.
+
+    ``ended``: turns of ``work`` that have ended, and get nothing.
+    """
+
+    def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, bytes], eos: frozenset[int]):
+        sampling = [(w.turn, over) for w, over in zip(work, ended, strict=True) if w.samples]
+        live = [(i, turn) for i, (turn, over) in enumerate(sampling) if not over]
+        self.turns = [turn for _, turn in live]
+        self._rows = [_sampling_row(turn, masks.get(turn.turn_id), eos) for turn in self.turns]
+        self._logit_rows = [i for i, _ in live]
+        self._all_live = len(live) == len(sampling)
+        self._with_logprobs = [i for i, t in enumerate(self.turns) if t.params.num_logprobs >= 0]
+        firsts = accumulate((len(w.scored) for w in work), initial=len(sampling))
+        self._scored = [
+            (first, w) for first, w, over in zip(firsts, work, ended, strict=False) if w.scored and not over
+        ]
+        of_rows = [self.turns[i] for i in self._with_logprobs]
+        of_rows += [w.turn for _, w in self._scored for _ in w.scored]
+        self._row_turns = of_rows
+        self._num_top = max((t.params.num_logprobs for t in of_rows), default=0)
+        self._wanted = [(i, token) for i, t in enumerate(of_rows) for token in t.params.logprob_token_ids]
+
+    def queue(self, logits: Tensor, counts: PenaltyCounts) -> tuple[Tensor, Tensor]:
+        """Compute it on the device: the chosen tokens int64 ``[turns]``, and all results int32 in one row."""
+        log_probs = None
+        if self._row_turns:
+            # Before sampling, which changes the logits.
+            rows = [self._logit_rows[i] for i in self._with_logprobs]
+            rows += [first + i for first, w in self._scored for i in range(len(w.scored))]
+            targets = array("i")
+            for _, w in self._scored:
+                targets += w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1]
+            columns = [array("i", [pair[i] for pair in self._wanted]) for i in (0, 1)]
+            parts = [array("i", rows), array("i", self._with_logprobs), targets, *columns]
+            at, with_logprobs, targets_at, wanted_rows, wanted_tokens = upload_parts(parts, logits.device)
+            log_probs = logits.index_select(0, at).log_softmax(dim=-1)
+        chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
+        if self.turns:
+            picked = logits.narrow(0, 0, len(self.turns))
+            if not self._all_live:
+                picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
+            chosen = sample(picked, self._rows, counts)
+        results = [chosen.int()]
+        if log_probs is not None:
+            tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])
+            of_tokens = log_probs.gather(1, tokens.unsqueeze(1))
+            ranks = 1 + (log_probs > of_tokens).sum(dim=-1)
+            top = log_probs.topk(self._num_top, dim=-1)
+            places = wanted_rows.long() * log_probs.shape[1] + wanted_tokens
+            wanted = log_probs.flatten().index_select(0, places)
+            results += [of_tokens.view(torch.int32), ranks.int(), top.indices.int(), top.values.view(torch.int32)]
+            results.append(wanted.view(torch.int32))
+        return chosen, torch.cat([part.flatten() for part in results])
+
+    def read(self, results: Tensor) -> StepResult:
+        """What ``queue`` computed, on the host."""
+        num_rows, result = len(self._row_turns), StepResult()
+        num_top = num_rows * self._num_top
+        sizes = [len(self.turns), num_rows, num_rows, num_top, num_top, len(self._wanted)]
+        tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split(sizes)
+        result.tokens = dict(zip((turn.turn_id for turn in self.turns), tokens.tolist(), strict=True))
+        if not num_rows:
+            return result
+        targets = [result.tokens[self.turns[i].turn_id] for i in self._with_logprobs]
+        for _, w in self._scored:
+            targets += w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1]
+        ids = top_ids.view(num_rows, -1).tolist()
+        values = top_values.view(torch.float32).view(num_rows, -1).tolist()
+        wanted: list[list[tuple[int, float]]] = [[] for _ in range(num_rows)]
+        for (i, token), value in zip(self._wanted, of_wanted.view(torch.float32).tolist(), strict=True):
+            wanted[i].append((token, value))
+        logprobs, ranked = of_tokens.view(torch.float32).tolist(), ranks.tolist()
+        rows = iter(range(num_rows))
+
+        def next_row() -> TokenLogprobs:
+            i = next(rows)
+            num = max(0, self._row_turns[i].params.num_logprobs)
+            top = tuple(zip(ids[i][:num], values[i][:num], strict=True))
+            return TokenLogprobs(targets[i], logprobs[i], top, tuple(wanted[i]), ranked[i])
+
+        for i in self._with_logprobs:
+            result.logprobs[self.turns[i].turn_id] = next_row()
+        for _, w in self._scored:
+            result.input_logprobs[w.turn.turn_id] = [next_row() for _ in w.scored]
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class PendingChoice:
+    """A choice whose results are on their way. ``download``: what a stream has queued."""
+
+    download: Future[tuple[Choice, Download]]
+
+    def result(self) -> StepResult:
+        choice, download = self.download.result()
+        return choice.read(download.wait())
+
+
+def _sampling_row(turn: Turn, mask: bytes | None, eos: frozenset[int]) -> SamplingRow:
+    banned = turn.banned_tokens(eos)
+    if banned and mask is not None:
+        allowed = int.from_bytes(mask, "little")
+        if not allowed & ~sum(1 << token for token in banned):
+            banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
+    return SamplingRow(turn, banned, mask)
