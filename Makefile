@@ -49,6 +49,7 @@ bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.recovery
 
 proto: $(VENV)/installed  ## the stubs, from the .proto files

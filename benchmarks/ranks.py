@@ -91,10 +91,10 @@ class Acks:
                 computed = self._computed.pop(message.index, None)
                 self.waited_s.append(now - computed if computed is not None else 0.0)
 
-        def sending() -> None:
+        def sending(log_index: int | None = None) -> None:
             if min(log.acked.values(), default=0) < log.last_index:
                 self._computed[log.last_index] = time.perf_counter()
-            emit_updates()
+            emit_updates(log_index)
 
         # Methods are replaced on these instances alone.
         for owner, name, method in (
@@ -167,12 +167,13 @@ async def measure_steps(size: int, batch: int) -> dict[str, Any]:
         timers.around(leader._replication, "write", "log")
         timers.around(leader.cache, "digest", "digest")
         timers.around(server._links, "send", "send")
-        timers.around(leader.rank, "apply", "apply")
+        timers.around(leader.rank, "launch", "compute")
+        timers.around(leader.rank, "choose", "compute")
         if server._group is not None:
             timers.around(server._group, "all_reduce", "collectives")
             timers.around(server._group, "gather", "collectives")
         timers.around(leader.scheduler, "commit", "collect")
-        timers.around(leader, "_collect", "collect")
+        timers.around(leader, "collect", "collect")
         leader._replication.send = server._links.send
         first = leader.counters["steps"]
         await until(lambda: leader.counters["steps"] >= first + STEPS - 20)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import grammars, kv_core, kv_memory, ranks
+from benchmarks import grammars, kv_core, kv_memory, ranks, step
+from workers.config import BUNDLED_MODEL
 from workers.kv import full_group, window_group
 
 
 async def test_the_parts_of_a_step_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "STEPS", 30)
     figures = await ranks.measure_steps(1, 1)
-    assert set(figures["us of a step, p50"]) >= {"plan", "log", "apply", "collect", "step"}
+    assert set(figures["us of a step, p50"]) >= {"plan", "log", "compute", "collect", "step"}
+
+
+def test_a_device_takes_its_time_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "STEPS", 10)
+    monkeypatch.setattr(step, "WARM_UP", 2)
+    monkeypatch.setattr(step, "replaced", monkeypatch.setattr)
+    spent = step.run(BUNDLED_MODEL, 3, 40, step_s=0.02)
+    assert {"plan", "log", "launch", "collect", "commit", "choose", "step"} <= set(spent)
+    assert spent["between steps"] >= 19_000, "no step is shorter than the device's"
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])

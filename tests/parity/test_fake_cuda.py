@@ -30,6 +30,7 @@ from workers.scheduling import SamplingParams, Turn, Work
 CUDA = torch.device("cuda", 0)
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
 FAMILIES += ["mixtral", "gpt-oss", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
+END = frozenset({2})
 BATCHES = {"decode": ([1, 1, 1], [40, 3, 900]), "prefill": ([30], [30]), "mixed": ([1, 20, 1], [700, 25, 9])}
 
 
@@ -59,14 +60,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (attention_launch, elementwise_launch, experts_launch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
-    monkeypatch.setattr(attention_launch, "upload", on_device)
-    for module in (choice, sampler):
+    for module in (attention_launch, choice, sampler):
         monkeypatch.setattr(module, "upload_parts", parts_on_device)
     return noted
-
-
-def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(len(values), dtype=dtype, device=device)
 
 
 def parts_on_device(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
@@ -158,13 +154,15 @@ def test_a_choice_of_every_kind_waits_for_nothing(ended: bool, launches: list[st
         SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, logit_bias=((3, 1.0),), min_tokens=4),
         SamplingParams(num_logprobs=2, logprob_start=0, logprob_token_ids=(5, 6)),
     ]
-    turns = [Turn(str(i), str(i), "", new_tokens(range(9)), 8, 0, params) for i, params in enumerate(kinds)]
+    turns = [
+        Turn(str(i), str(i), "", new_tokens(range(9)), 8, 0, params, end_tokens=END) for i, params in enumerate(kinds)
+    ]
     work = [Work(turn, i, 8, 1, True) for i, turn in enumerate(turns[:3])] + [Work(turns[3], 3, 0, 8, True, range(7))]
     masks = {"1": b"\xff" * 16}
     with FakeTensorMode():
         counts = PenaltyCounts(128, CUDA)
         for _ in range(3):
-            wanted = choice.Choice(work, [ended, *[False] * 3], masks, frozenset({2}))
+            wanted = choice.Choice(work, [ended, *[False] * 3], masks)
             chosen, results = wanted.queue(torch.empty(4 + 7, 128, device=CUDA), counts)
             assert chosen.device == results.device == CUDA and len(chosen) == 4 - ended
             rows = 2 + 7

@@ -13,7 +13,7 @@ import torch
 
 from workers.engine.choice import Choice, StepResult
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import SamplingRow, gumbel_noise, sample
+from workers.engine.sampler import Restrictions, gumbel_noise, sample
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams, Turn, Work
 
@@ -30,17 +30,15 @@ def turn_of(params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> T
     return Turn(f"t{id(params)}", "s", "", new_tokens(tokens), prompt_len, 0, params)
 
 
-def row_of(params: SamplingParams, tokens: Sequence[int], prompt_len: int, **more: Any) -> SamplingRow:
-    return SamplingRow(turn_of(params, tokens, prompt_len), **more)
-
-
-def sampled(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+def sampled(
+    logits: torch.Tensor, turns: list[Turn], banned: dict[int, Any] | None = None, masks: dict[int, bytes] | None = None
+) -> list[int]:
     """What ``sample`` chooses for turns that it has not seen before."""
-    return sample(logits, rows, PenaltyCounts(logits.shape[-1], CPU)).tolist()
+    return sample(logits, turns, Restrictions(banned or {}, masks or {}), PenaltyCounts(logits.shape[-1], CPU)).tolist()
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 400) -> Counter[int]:
-    rows = [row_of(replace(params, seed=seed), [1, 2], 2) for seed in range(count)]
+    rows = [turn_of(replace(params, seed=seed), [1, 2], 2) for seed in range(count)]
     return Counter(sampled(logits.repeat(count, 1), rows))
 
 
@@ -92,32 +90,32 @@ def test_rows_do_not_disturb_each_other() -> None:
         replace(PARAMS, top_p=0.5, repetition_penalty=1.5, seed=6),
         replace(PARAMS, min_p=0.2, frequency_penalty=1.0, seed=7),
     ]
-    rows = [row_of(p, [3, 9, 9, 9], 2) for p in params]
+    rows = [turn_of(p, [3, 9, 9, 9], 2) for p in params]
     together = sampled(logits.clone(), rows)
     assert together == [sampled(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(5)]
 
 
 def test_a_bias_is_added_to_its_tokens_alone() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0]])
-    biased = row_of(SamplingParams(logit_bias=((0, 5.0), (2, -100.0))), [0], 1)
-    assert sampled(logits, [biased, row_of(SamplingParams(), [0], 1)]) == [0, 2]
+    biased = turn_of(SamplingParams(logit_bias=((0, 5.0), (2, -100.0))), [0], 1)
+    assert sampled(logits, [biased, turn_of(SamplingParams(), [0], 1)]) == [0, 2]
     assert logits.tolist() == [[6.0, 2.0, -97.0, 0.0], [1.0, 2.0, 3.0, 0.0]]
 
 
 def test_penalties_count_the_right_tokens() -> None:
     flat = torch.zeros(1, 4)
-    row = row_of(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)
+    row = turn_of(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), [0, 1, 1, 2], 1)
     seen = flat.clone()
     sampled(seen, [row])
     assert seen[0].tolist() == [0.0, -2.0, -1.5, 0.0], "the prompt does not count"
     both = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    sampled(both, [row_of(SamplingParams(repetition_penalty=2.0), [0, 1], 1)])
+    sampled(both, [turn_of(SamplingParams(repetition_penalty=2.0), [0, 1], 1)])
     assert both[0].tolist() == [1.0, -4.0, 2.0, -2.0], "the prompt does count"
 
 
 def test_banned_tokens_are_never_chosen() -> None:
-    rows = [row_of(SamplingParams(logit_bias=((1, 3.0),)), [1], 1, banned=(1,))]
-    assert sampled(logits_of([0.2, 0.5, 0.3]), rows) == [2]
+    rows = [turn_of(SamplingParams(logit_bias=((1, 3.0),)), [1], 1)]
+    assert sampled(logits_of([0.2, 0.5, 0.3]), rows, {0: (1,)}) == [2]
 
 
 def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
@@ -133,8 +131,8 @@ def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
         some = rng.sample(turns, rng.randint(1, len(turns)))
         logits = torch.randn(len(some), VOCAB)
         ours, theirs = logits.clone(), logits.clone()
-        tokens = sample(ours, [SamplingRow(turn) for turn in some], kept).tolist()
-        assert tokens == sampled(theirs, [SamplingRow(turn) for turn in some]) and torch.equal(ours, theirs)
+        tokens = sample(ours, some, Restrictions(), kept).tolist()
+        assert tokens == sampled(theirs, some) and torch.equal(ours, theirs)
         for turn, token in zip(some, tokens, strict=True):
             turn.receive(token)
             turn.ended = rng.random() < 0.1
@@ -146,12 +144,12 @@ def test_a_mask_may_end_within_a_word() -> None:
     mask = allowed.to_bytes(9, "little")
     logits = torch.zeros(1, 70)
     logits[0, 68], logits[0, 69] = 9.0, 1.0
-    assert sampled(logits, [row_of(SamplingParams(), [0], 1, mask=mask)]) == [69]
+    assert sampled(logits, [turn_of(SamplingParams(), [0], 1)], masks={0: mask}) == [69]
     assert logits.isfinite().nonzero()[:, 1].tolist() == [3, 40, 69]
 
 
 def chosen(logits: torch.Tensor, work: list[Work], ended: Sequence[bool]) -> StepResult:
-    choice = Choice(work, ended, {}, frozenset())
+    choice = Choice(work, ended, {})
     _, results = choice.queue(logits, PenaltyCounts(logits.shape[-1], CPU))
     return choice.read(results)
 

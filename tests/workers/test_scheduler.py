@@ -50,6 +50,10 @@ class Played:
         self.scheduler = Scheduler(self.cache, limits)
         self.waited: dict[str, int] = {}
 
+    def turn(self, turn_id: str, session_id: str, tokens: list[int], params: SamplingParams, tenant: str = "") -> Turn:
+        given = {"end_tokens": self.end_tokens, "max_len": self.scheduler.max_len}
+        return Turn(turn_id, session_id, tenant, new_tokens(tokens), len(tokens), 0, params, **given)
+
     def step(self) -> Step:
         step = self.scheduler.plan()
         assert sum(w.count for w in step.work) <= max(self.scheduler.limits.step_tokens, len(self.scheduler.running))
@@ -74,7 +78,7 @@ class Played:
             if work.samples and not turn.ended:
                 assert turn.in_flight, "each token is received once"
                 turn.receive(sum(turn.tokens) % 5)
-                if turn.finish_by_token(turn.tokens[-1], self.end_tokens, self.scheduler.max_len):
+                if turn.finish_by_token():
                     self.scheduler.finish(turn, Outcome.COMPLETED)
 
     def check_background(self) -> None:
@@ -117,7 +121,7 @@ def test_every_turn_ends_and_no_page_is_lost(
     scheduler, ended = played.scheduler, 0
     for number, (session, size, output, pause, aborted, background) in enumerate(arrivals):
         params = SamplingParams(max_tokens=output, background=background)
-        turn = Turn(f"t{number}", f"s{session}", "", new_tokens([session] * size), size, 0, params)
+        turn = played.turn(f"t{number}", f"s{session}", [session] * size, params)
         try:
             scheduler.submit(turn)
         except (SessionBusy, QueueFull, PromptTooLong):
@@ -146,7 +150,7 @@ def test_refused_turns_leave_nothing() -> None:
     state = list(played.cache.groups[0].pool.refcounts)
     for size in (64, 100):
         try:
-            played.scheduler.submit(Turn("t", "s", "", new_tokens([1] * size), size, 0, SamplingParams()))
+            played.scheduler.submit(played.turn("t", "s", [1] * size, SamplingParams()))
         except PromptTooLong as error:
             assert "maximum allowed length" in error.message
         else:
@@ -157,14 +161,12 @@ def test_refused_turns_leave_nothing() -> None:
 def test_many_turns_of_one_tenant_do_not_hold_up_another() -> None:
     played = Played(4, 64, 16)
     for number in range(6):
-        played.scheduler.submit(
-            Turn(f"a{number}", f"a{number}", "a", new_tokens([1] * 4), 4, 0, SamplingParams(max_tokens=8))
-        )
+        played.scheduler.submit(played.turn(f"a{number}", f"a{number}", [1] * 4, SamplingParams(max_tokens=8), "a"))
         if number < 4:
             played.step()
     assert len(played.scheduler.running) == 4, "the batch is full of them"
     played.scheduler.finish(played.scheduler.turns["a5"], Outcome.ABORTED)
-    played.scheduler.submit(Turn("b", "b", "b", new_tokens([1] * 4), 4, 0, SamplingParams(max_tokens=8)))
+    played.scheduler.submit(played.turn("b", "b", [1] * 4, SamplingParams(max_tokens=8), "b"))
     while "b" not in played.scheduler.running:
         played.step()
     assert "a4" in {turn.turn_id for turn in played.scheduler.waiting}, "the newcomer of the other tenant came first"
@@ -172,7 +174,7 @@ def test_many_turns_of_one_tenant_do_not_hold_up_another() -> None:
 
 def submitted(played: Played, turn_id: str, num_tokens: int = 4, *, background: bool = False, output: int = 8) -> Turn:
     params = SamplingParams(max_tokens=output, background=background)
-    turn = Turn(turn_id, turn_id, "", new_tokens([1] * num_tokens), num_tokens, 0, params)
+    turn = played.turn(turn_id, turn_id, [1] * num_tokens, params)
     played.scheduler.submit(turn)
     return turn
 

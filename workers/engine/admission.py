@@ -37,6 +37,7 @@ class Admission:
             return None, None
         tokens, keep_len = found
         check_tokens(submission, tokens, self._vocab_size)
+        ignores_eos = submission.params.ignore_eos
         turn = Turn(
             turn_id=submission.turn_id,
             session_id=submission.session_id,
@@ -46,6 +47,8 @@ class Admission:
             keep_len=keep_len,
             params=submission.params,
             ephemeral=submission.ephemeral,
+            end_tokens=submission.params.stop_token_ids | (frozenset() if ignores_eos else self._outputs.eos),
+            max_len=self._scheduler.max_len,
         )
         try:
             finish = self._outputs.begin(turn, compiled)

@@ -30,16 +30,18 @@ class Batch:
     def of(cls, work: list[Work], in_flight: Sequence[Turn] = ()) -> Batch:
         """The batch of a planned step. ``in_flight``: the turns that the last chosen tokens belong to, in order."""
         batch = cls([w.row for w in work], [w.start for w in work], [w.count for w in work])
-        places = {turn.turn_id: i for i, turn in enumerate(in_flight)}
+        places = {turn: -1 - i for i, turn in enumerate(in_flight)}
+        tokens = batch.tokens
         for w in work:
             if w.turn.in_flight:
-                batch.tokens.append(-1 - places[w.turn.turn_id])
+                tokens.append(places[w.turn])
             else:
-                batch.tokens += w.turn.tokens[w.start : w.start + w.count]
-        firsts = [0, *itertools.accumulate(batch.counts)]
-        batch.logit_rows = [firsts[i + 1] - 1 for i, w in enumerate(work) if w.samples]
-        for first, w in zip(firsts, work, strict=False):
-            batch.logit_rows += [first + p - w.start for p in w.scored]
+                tokens += w.turn.tokens[w.start : w.start + w.count]
+        ends = list(itertools.accumulate(batch.counts))
+        batch.logit_rows = [end - 1 for end, w in zip(ends, work, strict=True) if w.samples]
+        for end, w in zip(ends, work, strict=True):
+            if w.scored:
+                batch.logit_rows += [end - w.count - w.start + p for p in w.scored]
         return batch
 
     @classmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import SamplingRow, sample
+from workers.engine.sampler import Restrictions, sample
 from workers.kernels.upload import Download, upload_parts
 from workers.scheduling import Step, Turn, Work
 
@@ -65,18 +65,17 @@ class Choice:
     ``ended``: turns of ``work`` that have ended, and get nothing.
     """
 
-    def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, bytes], eos: frozenset[int]):
+    def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, bytes]) -> None:
         sampling = [(w.turn, over) for w, over in zip(work, ended, strict=True) if w.samples]
-        live = [(i, turn) for i, (turn, over) in enumerate(sampling) if not over]
-        self.turns = [turn for _, turn in live]
-        self._rows = [_sampling_row(turn, masks.get(turn.turn_id), eos) for turn in self.turns]
-        self._logit_rows = [i for i, _ in live]
-        self._all_live = len(live) == len(sampling)
-        self._with_logprobs = [i for i, t in enumerate(self.turns) if t.params.num_logprobs >= 0]
+        self._logit_rows = [i for i, (_, over) in enumerate(sampling) if not over]
+        self.turns = [turn for turn, over in sampling if not over]
+        self._restricted = _restrictions(self.turns, masks)
+        self._all_live = len(self.turns) == len(sampling)
         firsts = accumulate((len(w.scored) for w in work), initial=len(sampling))
         self._scored = [
             (first, w) for first, w, over in zip(firsts, work, ended, strict=False) if w.scored and not over
         ]
+        self._with_logprobs = [i for i, t in enumerate(self.turns) if t.params.num_logprobs >= 0]
         of_rows = [self.turns[i] for i in self._with_logprobs]
         of_rows += [w.turn for _, w in self._scored for _ in w.scored]
         self._row_turns = of_rows
@@ -102,7 +101,7 @@ class Choice:
             picked = logits.narrow(0, 0, len(self.turns))
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
-            chosen = sample(picked, self._rows, counts)
+            chosen = sample(picked, self.turns, self._restricted, counts)
         results = [chosen.int()]
         if log_probs is not None:
             tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])
@@ -159,10 +158,15 @@ class PendingChoice:
         return choice.read(download.wait())
 
 
-def _sampling_row(turn: Turn, mask: bytes | None, eos: frozenset[int]) -> SamplingRow:
-    banned = turn.banned_tokens(eos)
-    if banned and mask is not None:
-        allowed = int.from_bytes(mask, "little")
-        if not allowed & ~sum(1 << token for token in banned):
-            banned = ()  # the text is complete: nothing else can follow, before ``min_tokens`` or not
-    return SamplingRow(turn, banned, mask)
+def _restrictions(turns: Sequence[Turn], masks: Mapping[str, bytes]) -> Restrictions:
+    restricted = Restrictions()
+    for i, turn in enumerate(turns):
+        if masks and turn.turn_id in masks:
+            restricted.masks[i] = masks[turn.turn_id]
+        if turn.params.min_tokens and (banned := turn.banned_tokens):
+            restricted.banned[i] = banned
+    for i in restricted.banned.keys() & restricted.masks.keys():
+        allowed = int.from_bytes(restricted.masks[i], "little")
+        if not allowed & ~sum(1 << token for token in restricted.banned[i]):
+            del restricted.banned[i]  # the text is complete: nothing else can follow, before ``min_tokens`` or not
+    return restricted

@@ -84,9 +84,7 @@ class Leader:
         self._emit = emit
         self._on_crash = on_crash
         grammars = TurnGrammars(self.rank.grammar_compiler, self._grammar_executor)
-        self._outputs = Outputs(
-            config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, self.scheduler.max_len, grammars
-        )
+        self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
         vocab_size = self.rank.model_config.vocab_size
         self._admission = Admission(self.cache, self.scheduler, self._outputs, vocab_size)
         self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
@@ -162,7 +160,7 @@ class Leader:
             turn = work.turn
             if turn.ended:
                 continue
-            if turn.turn_id in result.input_logprobs:
+            if work.scored:
                 self._update_of(turn).input_logprobs += result.input_logprobs[turn.turn_id]
             if work.samples:
                 self._receive(turn, result)
@@ -179,12 +177,13 @@ class Leader:
         if not turn.params.max_tokens:  # only its input is scored
             self._end(turn, Outcome.COMPLETED, Finish("length"))
             return
-        token = result.tokens[turn.turn_id]
+        turn_id = turn.turn_id
+        token = result.tokens[turn_id]
         turn.receive(token)
         update = self._update_of(turn)
         update.tokens.append(token)
-        if turn.turn_id in result.logprobs:
-            update.logprobs.append(result.logprobs[turn.turn_id])
+        if result.logprobs and turn_id in result.logprobs:
+            update.logprobs.append(result.logprobs[turn_id])
         try:
             finish = self._outputs.push(turn)
         except InvalidRequest as error:

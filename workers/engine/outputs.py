@@ -14,13 +14,14 @@ from workers.scheduling import Finish, SamplingParams, Turn
 
 
 class Outputs:
-    """Follows each live turn's grammar and stops. ``max_len``: of a whole sequence, in tokens."""
+    """Follows each live turn's grammar and stops."""
 
-    def __init__(self, tokenizer: Path, eos_token_ids: Collection[int], max_len: int, grammars: TurnGrammars) -> None:
+    def __init__(self, tokenizer: Path, eos_token_ids: Collection[int], grammars: TurnGrammars) -> None:
         self.grammars = grammars
-        self._eos = frozenset(eos_token_ids)
-        self._max_len = max_len
+        self.eos = frozenset(eos_token_ids)
         self._stops = Stops(tokenizer)
+        self._followed: set[str] = set()
+        """Turns with a grammar, stop strings or patterns: tokens of the others are looked at alone."""
 
     def compile(self, params: SamplingParams) -> Future[Matcher] | Future[StopPatterns] | None:
         """What ``begin`` needs of a turn with a grammar, or with stop patterns. The future may raise InvalidRequest."""
@@ -34,6 +35,8 @@ class Outputs:
         if compiled is not None and not isinstance(compiled, StopPatterns):
             self.grammars.begin(turn, compiled)
         self._stops.begin(turn, patterns)
+        if turn.params.stop or compiled is not None:
+            self._followed.add(turn.turn_id)
         return self._finish(turn, turn.num_output) if turn.num_output else None
 
     def push(self, turn: Turn) -> Finish | None:
@@ -41,6 +44,8 @@ class Outputs:
 
         Raises InvalidRequest if its grammar or a pattern becomes too complex to follow.
         """
+        if turn.turn_id not in self._followed:
+            return turn.finish_by_token()
         self.grammars.push(turn)
         return self._finish(turn, 1)
 
@@ -50,11 +55,12 @@ class Outputs:
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
+        self._followed.discard(turn.turn_id)
         self._stops.forget(turn)
         self.grammars.forget(turn)
 
     def _finish(self, turn: Turn, num_new: int) -> Finish | None:
-        finish = turn.finish_by_token(turn.tokens[-1], self._eos, self._max_len)
-        if finish is None and not self._eos and self.grammars.complete(turn):
+        finish = turn.finish_by_token()
+        if finish is None and not self.eos and self.grammars.complete(turn):
             return Finish("stop")  # the model has no token that says so
         return finish or self._stops.look(turn, num_new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,7 +21,7 @@ from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
-from workers.kernels.upload import Download, upload
+from workers.kernels.upload import Download, upload, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
@@ -89,7 +89,6 @@ class Rank:
         self.stream = ThreadStream() if in_thread else Stream()
         self._logits: Tensor | None = None
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._eos = frozenset(self.model_config.eos_token_ids)
         self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
     def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
@@ -116,7 +115,7 @@ class Rank:
         self, work: Sequence[Work], ended: Sequence[bool], masks: Future[dict[str, bytes]] | None
     ) -> tuple[Choice, Download]:
         logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
-        choice = Choice(work, ended, masks.result() if masks is not None else {}, self._eos)
+        choice = Choice(work, ended, masks.result() if masks is not None else {})
         self._chosen, results = choice.queue(logits, self._counts)
         return choice, Download(results)
 
@@ -133,24 +132,23 @@ class Rank:
         self.kv.copy_pages(copies)
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
-        size, counts = self.cache.page_size, batch.counts
-        context_lens = [start + count for start, count in zip(batch.starts, counts, strict=True)]
-        spans = list(zip(batch.starts, context_lens, strict=True))
+        size, starts, counts = self.cache.page_size, batch.starts, batch.counts
+        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+        positions, sequences = array("i", starts), array("i", range(len(counts)))
+        if len(batch.tokens) > len(counts):  # not decodes alone
+            positions = array(
+                "i", [p for start, end in zip(starts, context_lens, strict=True) for p in range(start, end)]
+            )
+            sequences = array("i", [i for i, count in enumerate(counts) for _ in range(count)])
         places = (torch.frombuffer(batch.tokens, dtype=torch.int32) < 0).nonzero().flatten().tolist()
-        parts: list[Sequence[int]] = [
-            batch.tokens,
-            [p for start, end in spans for p in range(start, end)],
-            [i for i, count in enumerate(counts) for _ in range(count)],
-            batch.rows,
-            batch.logit_rows,
-            places,
-            [-1 - batch.tokens[i] for i in places],
-        ]
+        chosen = [-1 - batch.tokens[i] for i in places]
+        parts = [batch.tokens, positions, sequences]
+        parts += [array("i", part) for part in (batch.rows, batch.logit_rows, places, chosen)]
         # One copy to the device for all of them.
-        packed = upload([*itertools.chain(*parts)], torch.int64, self.device)
-        tokens, positions, sequence, rows, logit_rows, places, chosen = packed.split([len(part) for part in parts])
-        if len(places):
-            tokens[places] = self._fed(chosen)
+        packed = upload_parts([array("i", b"".join(parts))], self.device)[0].long()
+        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split([len(part) for part in parts])
+        if places:
+            tokens.index_put_((fed,), self._fed(fed_from))
         num_columns = -(-max(context_lens) // size)
         groups = []
         for group, whole, heads in zip(self.cache.groups, self.tables, self._head_shapes, strict=True):
@@ -158,11 +156,11 @@ class Rank:
             plan = self._plan_attention(
                 tables, counts, context_lens, size, heads=heads, dtype=self.dtype, window=group.window
             )
-            groups.append(GroupBatch(tables[sequence, positions // size].long(), plan))
+            groups.append(GroupBatch(tables[sequence, at // size].long(), plan))
         return ForwardBatch(
             tokens=tokens,
-            positions=positions,
-            write_offsets=positions % size,
+            positions=at,
+            write_offsets=at % size,
             groups=groups,
             logit_rows=logit_rows,
         )

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,33 +22,36 @@ from workers.kernels.upload import upload_parts
 from workers.scheduling import SamplingParams, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One turn that samples a token."""
+@dataclass(slots=True)
+class Restrictions:
+    """What some rows may not choose, by row."""
 
-    turn: Turn
-    banned: Collection[int] = ()
+    banned: dict[int, Collection[int]] = field(default_factory=dict)
     """Token ids that may not be chosen."""
-    mask: bytes | None = None
+    masks: dict[int, bytes] = field(default_factory=dict)
     """The token ids that a grammar allows, a bit each, lowest first. Some of them is not banned."""
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.turn.params
 
-
-def sample(logits: Tensor, rows: Sequence[SamplingRow], counts: PenaltyCounts) -> Tensor:
-    """One token a row, int64 ``[rows]``, from fp32 ``logits [rows, vocab]``, which is changed in place."""
-    penalized = [i for i, row in enumerate(rows) if row.params.penalized]
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    count_rows, new = counts.rows_of([rows[i].turn for i in penalized])
-    biases = _biases(rows)
-    keys = array("i", b"".join(_mixing_keys(rows[i].params.seed, len(rows[i].turn.tokens)) for i in drawn))
+def sample(logits: Tensor, turns: Sequence[Turn], restricted: Restrictions, counts: PenaltyCounts) -> Tensor:
+    """One token a turn, int64 ``[turns]``, from fp32 ``logits [turns, vocab]``, which is changed in place."""
+    params = [turn.params for turn in turns]
+    penalized = [i for i, p in enumerate(params) if p.penalized]
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    biases = _biases(params, restricted.banned)
+    if not (penalized or drawn or biases[0] or restricted.masks):
+        return logits.argmax(dim=-1)
+    count_rows, new = counts.rows_of([turns[i] for i in penalized])
+    picked_params = [params[i] for i in drawn]
+    keys = array("i", b"".join([_mixing_keys(params[i].seed, len(turns[i].tokens)) for i in drawn]))
     ints = [array("i", part) for part in (biases[0], biases[1], penalized, count_rows)]
     ints += [new.rows, new.tokens, new.is_output, array("i", drawn), keys]
-    ints.append(array("i", [rows[i].params.top_k or logits.shape[-1] for i in drawn]))
-    floats = [array("f", biases[2]), penalties_of([rows[i].params for i in penalized])]
-    floats += [array("f", [getattr(rows[i].params, name) for i in drawn]) for name in ("temperature", "top_p", "min_p")]
+    ints.append(array("i", [p.top_k or logits.shape[-1] for p in picked_params]))
+    floats = [array("f", biases[2]), penalties_of([params[i] for i in penalized])]
+    floats += [
+        array("f", [p.temperature for p in picked_params]),
+        array("f", [p.top_p for p in picked_params]),
+        array("f", [p.min_p for p in picked_params]),
+    ]
     sent = upload_parts([*ints, *floats], logits.device)
     bias_rows, bias_tokens, at, count_at, new_rows, new_tokens, is_output, drawn_at, keys_at, top_k = sent[: len(ints)]
     bias_values, penalties, temperature, top_p, min_p = sent[len(ints) :]
@@ -60,10 +63,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], counts: PenaltyCounts) -
         repetition, presence, frequency = penalties.view(3, -1, 1)
         kept = counts.penalize(logits.index_select(0, at), count_at, repetition, presence, frequency)
         logits.index_put_((at,), kept)
-    _mask(logits, rows)
+    if restricted.masks:
+        _mask(logits, restricted.masks)
     if drawn:
         picked = logits.index_select(0, drawn_at) / temperature.unsqueeze(1)
-        _filter(picked, [rows[i].params for i in drawn], top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
+        _filter(picked, picked_params, top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
         logits.index_put_((drawn_at,), picked + _noise(keys_at.view(-1, 2), logits.shape[-1]))
     return logits.argmax(dim=-1)
 
@@ -96,24 +100,23 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _biases(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[float]]:
+def _biases(
+    params: Sequence[SamplingParams], banned: Mapping[int, Collection[int]]
+) -> tuple[list[int], list[int], list[float]]:
     """Rows, tokens, and what is added to their logits; no place twice, because sums have no order on a device."""
-    places: list[int] = []
+    rows: list[int] = []
     tokens: list[int] = []
     values: list[float] = []
-    for i, row in enumerate(rows):
-        if row.params.logit_bias or row.banned:
-            biases = dict(row.params.logit_bias) | dict.fromkeys(row.banned, float("-inf"))
-            places += [i] * len(biases)
+    for i, p in enumerate(params):
+        if p.logit_bias or i in banned:
+            biases = dict(p.logit_bias) | dict.fromkeys(banned.get(i, ()), float("-inf"))
+            rows += [i] * len(biases)
             tokens += biases.keys()
             values += biases.values()
-    return places, tokens, values
+    return rows, tokens, values
 
 
-def _mask(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    masks = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
-    if not masks:
-        return
+def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
     packed = [array("i", mask + bytes(-len(mask) % 4)) for mask in masks.values()]
     at, *words = upload_parts([array("i", masks), *packed], logits.device)
     bits = torch.stack(words).unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1

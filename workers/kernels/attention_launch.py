@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from workers.kernels.paged_attention import HeadShape
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
-from workers.kernels.upload import upload
+from workers.kernels.upload import upload_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +172,18 @@ def plan_triton_attention(
     """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
     blocks, group = blocks_of(heads.v_dim), heads.group
     split = blocks.split
-    spans, side_by_side, one_by_one = [], [], []
-    first_query = num_splits = 0
-    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        spans += [first_query, query_len, context_len]
-        first_query += query_len
-        first = max(0, context_len - window) // split if window else 0
-        splits = (context_len - 1) // split + 1 - first
-        tiles = [part for row in range(0, query_len * group, blocks.rows) for part in (sequence, row)]
-        if query_len == 1 and splits > 1:
-            side_by_side += tiles
-            num_splits = max(num_splits, splits)
-        else:
-            one_by_one += tiles
-    packed = upload([*spans, *side_by_side, *one_by_one], torch.int32, tables.device)
-    parts = packed.split((len(spans), len(side_by_side), len(one_by_one)))
+    # By whole arrays: a loop over a large batch takes longer than all else that a step's launch costs the host.
+    queries, contexts = np.asarray(query_lens, dtype=np.int32), np.asarray(context_lens, dtype=np.int32)
+    spans = np.stack([np.cumsum(queries) - queries, queries, contexts], axis=1, dtype=np.int32)
+    first_splits = np.maximum(0, contexts - window) // split if window else 0
+    splits = (contexts - 1) // split + 1 - first_splits
+    apart = (queries == 1) & (splits > 1)
+    num_tiles = -(-queries * group // blocks.rows)
+    sequences = np.repeat(np.arange(len(queries), dtype=np.int32), num_tiles)
+    rows = (np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * blocks.rows
+    tiles = np.stack([sequences, rows], axis=1, dtype=np.int32)
+    side_by_side, one_by_one = tiles[apart[sequences]], tiles[~apart[sequences]]
+    num_splits = int(splits.max(initial=0, where=apart))
+    parts = upload_parts([array("i", part.tobytes()) for part in (spans, side_by_side, one_by_one)], tables.device)
     spans_, side, one = parts[0].view(-1, 3), parts[1].view(-1, 2), parts[2].view(-1, 2)
     return TritonPlan(tables, spans_, side, one, num_splits, page_size, group, window, blocks)

@@ -183,7 +183,8 @@ class SessionCache(SlotStore):
         assert slot.running, f"session {slot.session_id} has no running turn to commit to"
         assert end <= slot.allocated_len, f"commit to {end} past the allocated {slot.allocated_len}"
         if end > len(slot.tokens):
-            del slot.tokens[start:]
+            if start < len(slot.tokens):
+                del slot.tokens[start:]
             slot.tokens.extend(tokens)
         else:
             slot.tokens[start:end] = tokens

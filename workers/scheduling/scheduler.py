@@ -168,7 +168,7 @@ class Scheduler:
 
     def _todo(self, turn: Turn) -> int:
         if turn.in_flight:  # all but that token is committed
-            return 0 if turn.is_full(self.max_len) else 1
+            return 0 if turn.is_full else 1
         return len(turn.tokens) - self.cache.slots[turn.session_id].committed_len
 
     def _work(self, turn: Turn, count: int) -> Work:
@@ -184,7 +184,9 @@ class Scheduler:
         decodes = [
             t
             for t in self.running.values()
-            if (not t.is_full(self.max_len) if t.in_flight else len(t.tokens) - slots[t.session_id].committed_len == 1)
+            if (
+                len(t.tokens) + 1 < t.end_len if t.in_flight else len(t.tokens) - slots[t.session_id].committed_len == 1
+            )
         ]
         decodes.sort(key=attrgetter("arrival"))
         while decodes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -80,6 +81,12 @@ class Turn:
     """Leading tokens that the session's slot had when the turn was submitted."""
     params: SamplingParams
     ephemeral: bool = False
+    end_tokens: frozenset[int] = frozenset()
+    """The tokens that end it: the model's, unless it ignores them, and its own."""
+    max_len: int = sys.maxsize
+    """Of the whole sequence, whatever ``max_tokens`` says."""
+    end_len: int = field(init=False)
+    """The length at which it ends."""
     arrival: int = 0
     cached_len: int | None = None
     """Tokens whose KV was present at the first admission; None before it."""
@@ -88,6 +95,9 @@ class Turn:
     ended: bool = False
     num_scored: int = 0
     """Positions of the prompt below this one need not be scored any more."""
+
+    def __post_init__(self) -> None:
+        self.end_len = min(self.max_len, self.prompt_len + self.params.max_tokens)
 
     @property
     def num_output(self) -> int:
@@ -101,23 +111,21 @@ class Turn:
         first = max(self.params.logprob_start, self.num_scored)
         return first if first < self.prompt_len - 1 else None
 
-    def banned_tokens(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    @property
+    def banned_tokens(self) -> frozenset[int]:
         """Tokens that would end the turn before ``min_tokens``."""
-        if self.num_output >= self.params.min_tokens:
-            return ()
-        eos = frozenset() if self.params.ignore_eos else eos_token_ids
-        return tuple(sorted(self.params.stop_token_ids | eos))
+        return self.end_tokens if self.num_output < self.params.min_tokens else frozenset()
 
-    def finish_by_token(self, token: int, eos_token_ids: frozenset[int], max_len: int) -> Finish | None:
-        """Why ``token``, which was just appended, ends the turn, if it does. ``max_len``: of the whole sequence."""
-        if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
-            return Finish("stop", token)
-        return Finish("length") if self.is_full(max_len) else None
-
-    def is_full(self, max_len: int) -> bool:
+    @property
+    def is_full(self) -> bool:
         """Whether no token follows those that are known or in flight."""
-        more = self.in_flight
-        return self.num_output + more >= self.params.max_tokens or len(self.tokens) + more >= max_len
+        return len(self.tokens) + self.in_flight >= self.end_len
+
+    def finish_by_token(self) -> Finish | None:
+        """Why the last token, which is new, ends the turn, if it does."""
+        if self.tokens[-1] in self.end_tokens:
+            return Finish("stop", self.tokens[-1])
+        return Finish("length") if len(self.tokens) >= self.end_len else None
 
     def receive(self, token: int) -> None:
         """Append the token that was in flight."""

@@ -1,0 +1,145 @@
+"""What a step costs the host, by part, with a model that computes nothing; and how much of it a device hides.
+
+The leader is one of a group of two ranks, whose other acks at once: the step log is written and serialized. A
+batch's tensors are made as for a GPU, with the plans of the Triton kernels, on this machine's CPU. The stand-in
+device takes 5 ms a step, asynchronously: what is launched returns at once, and results wait for their time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.common import long_context_model, save
+from benchmarks.ranks import Timers
+from holdfast.v1 import rank_pb2
+from workers.config import EngineConfig
+from workers.engine import rank as rank_module
+from workers.engine.leader import Leader
+from workers.engine.messages import Submission
+from workers.engine.stream import Stream
+from workers.kernels.attention_launch import plan_triton_attention
+from workers.models.parallel import Shard
+from workers.scheduling import SamplingParams
+
+BATCHES = (1, 16, 64, 256)
+HISTORIES = (128, 8192)
+"""Tokens of each turn's history, at the same batch."""
+STEPS, WARM_UP = 120, 20
+DEVICE_S = 0.005
+
+
+replaced: Callable[[Any, str, Any], None] = setattr
+"""Replaces a name of a module, in this process alone."""
+
+
+class NullDevice:
+    """Computes nothing. With ``step_s``, its results are there that long after it began."""
+
+    def __init__(self, leader: Leader, step_s: float) -> None:
+        self.step_s, self.free_at = step_s, 0.0
+        logits = torch.zeros(1, 8)  # of which the likeliest is found at once
+
+        def forward(batch: Any, kv: Any) -> torch.Tensor:
+            self.free_at = max(self.free_at, time.perf_counter()) + self.step_s
+            return logits.expand(len(batch.logit_rows), -1)
+
+        leader.rank.decoder.forward = forward  # type: ignore[method-assign]  # of this instance alone
+        leader.rank._plan_attention = plan_triton_attention
+        leader.rank.stream, leader.rank.overlaps = Stream(), True
+
+    def download(self, tensor: torch.Tensor) -> Any:
+        ready_at = self.free_at
+
+        def wait() -> torch.Tensor:
+            if self.step_s:
+                time.sleep(max(0.0, ready_at - time.perf_counter()))
+            return tensor
+
+        return SimpleNamespace(wait=wait)
+
+
+def run(model: Path, batch: int, history: int, step_s: float = 0.0) -> dict[str, float]:
+    """Microseconds of a step by part, the median; ``between steps`` is all that passes from one to the next."""
+    config = EngineConfig(
+        model=model,
+        max_total_tokens=batch * (history + STEPS + 64) + 1024,
+        max_running_requests=batch,
+        max_sessions=batch + 1,
+        chunked_prefill_size=8192,
+        num_threads=1,
+    )
+    group: Any = SimpleNamespace(shard=Shard(0, 2), minimum=lambda value, device: value, broadcast=lambda x: x)
+
+    def send(entry: rank_pb2.Entry) -> None:
+        entry.SerializeToString()
+        leader.log.ack(1, rank_pb2.Ack(index=entry.index, digest=entry.digest))
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    leader = Leader(config, lambda updates: None, fail, group=group, send=send)
+    device = NullDevice(leader, 0.0)
+    replaced(rank_module, "Download", device.download)
+    params = SamplingParams(max_tokens=STEPS + WARM_UP + 40, ignore_eos=True)
+    for i in range(batch):
+        tokens = array("i", ((i * 131 + j * 17) % 2000 for j in range(history)))
+        leader._admit(Submission(f"t{i}", f"s{i}", "", 1, tokens, history, params), None)
+    turns = list(leader.scheduler.turns.values())
+    while not all(turn.num_output for turn in turns):
+        leader.step()
+    device.step_s = step_s
+    for _ in range(WARM_UP):
+        leader.step()
+    timers, gaps = Timers(), []
+    for owner, method, part in (
+        (leader.scheduler, "plan", "plan"),
+        (leader._replication, "write", "log"),
+        (leader.rank, "launch", "launch"),
+        (leader, "collect", "collect"),
+        (leader.scheduler, "commit", "commit"),
+        (leader.rank, "choose", "choose"),
+        (leader, "step", "step"),
+    ):
+        timers.around(owner, method, part)
+    last = time.perf_counter()
+    for _ in range(STEPS):
+        leader.step()
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    assert len(leader.scheduler.running) == batch, "all turns decode"
+    leader.rank.stream.close()
+    return timers.p50_us() | {"between steps": round(1e6 * statistics.fmean(gaps), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {"us of a step, p50": {}}
+    with long_context_model(16_384) as model, torch.inference_mode():
+        for batch in arguments.batches:
+            figures["us of a step, p50"][f"batch {batch}"] = run(model, batch, HISTORIES[0])
+        by_history = [run(model, 16, history)["step"] for history in HISTORIES]
+        figures["batch 16, 8192 tokens of history over 128"] = round(by_history[1] / by_history[0], 3)
+        host = run(model, 64, HISTORIES[0])["between steps"]
+        beside = run(model, 64, HISTORIES[0], DEVICE_S)["between steps"]
+    figures["batch 64, a device of 5 ms a step"] = {
+        "us of the host alone": host,
+        "us a step": beside,
+        "host time hidden, %": round(100 * (1 - (beside - 1e6 * DEVICE_S) / host), 1),
+    }
+    save("step", figures)
+
+
+if __name__ == "__main__":
+    main()
