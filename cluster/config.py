@@ -34,6 +34,9 @@ class Config(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto", description="KV as the model's dtype, or in 8 bits, with the checkpoint's scales if it has some"
+    )
     attention_backend: Literal["auto", "torch_native", "triton"] = Field(
         "auto", description="kernels of attention; auto: triton on CUDA, torch elsewhere"
     )
@@ -136,6 +139,7 @@ class Config(BaseModel):
             model=self.model.resolve(),
             device=self.device,
             dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
             page_size=self.page_size,

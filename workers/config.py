@@ -17,6 +17,8 @@ class EngineConfig:
     """``cpu``, ``cuda`` or ``auto`` (cuda where there is one)."""
     dtype: str = "auto"
     """``auto``: the checkpoint's on CUDA, float32 on CPU, where half precision is emulated or inexact."""
+    kv_cache_dtype: str = "auto"
+    """``auto``: as ``dtype``; ``fp8_e4m3``: half or a quarter of the memory, and rounded KV."""
     attention_backend: str = "auto"
     """The kernels: see ``kernels.backend``."""
     page_size: int = 16

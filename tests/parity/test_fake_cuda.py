@@ -23,6 +23,7 @@ from workers.kernels.attention_launch import plan_triton_attention
 from workers.kernels.backend import Backend
 from workers.kernels.elementwise_launch import TritonElementwise
 from workers.kernels.experts_launch import TritonExperts
+from workers.kernels.fp8 import FP8
 from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
 from workers.scheduling import SamplingParams, Turn, Work
@@ -138,6 +139,18 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
             assert counts["extend_kernel"] + counts.get("sum_kernel", 0) >= num_layers
             assert ("decode_kernel" in counts) == (name != "prefill" and _keeps_all(real))
             assert counts.get("decode_kernel", 0) == counts.get("sum_kernel", 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "deepseek-v3"])
+def test_kv_in_8_bits_is_read_and_written_by_the_kernels(family: str, tmp_path: Path, launches: list[str]) -> None:
+    real = decoder_of(family, tmp_path)
+    with FakeTensorMode():
+        decoder = on_gpu(real, TritonElementwise())
+        kv = KVPool(real.config, [100] * len(real.config.kv_groups), 16, FP8, CUDA)
+        for query_lens, context_lens in BATCHES.values():
+            logits = forward(decoder, kv, query_lens, context_lens)
+            assert logits.shape == (len(query_lens), real.config.vocab_size)
+    assert launches.count("rotate_kernel") == len(BATCHES) * len(real.config.layers)
 
 
 def _keeps_all(decoder: Decoder) -> bool:

@@ -21,6 +21,7 @@ from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
+from workers.kernels.fp8 import FP8
 from workers.kernels.upload import Download, upload, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
@@ -60,7 +61,8 @@ class Rank:
             kernels=backend,
         )
         model = self.decoder.config
-        num_pages = pages_by_group(config, model, self.dtype, self.device)
+        kv_dtype = _kv_dtype(config.kv_cache_dtype, self.dtype)
+        num_pages = pages_by_group(config, model, kv_dtype, self.device)
         if group is not None:
             num_pages = [group.minimum(pages, self.device) for pages in num_pages]
         leads = self.shard.size > 1 and self.shard.rank == 0
@@ -68,9 +70,9 @@ class Rank:
         self.cache: SessionCache = kind(
             group_specs(model, num_pages), config.page_size, config.max_sessions, config.resume_points
         )
-        self.kv = KVPool(model, num_pages, config.page_size, self.dtype, self.device)
+        self.kv = KVPool(model, num_pages, config.page_size, kv_dtype, self.device, self.decoder.kv_scales)
         self.layout = (
-            f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {self.dtype}, "
+            f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {kv_dtype}, "
             f"{self.shard.size} ranks, checkpoint {fingerprint(config.model)}"
         )
         """Ranks with the same layout can read each other's pages."""
@@ -189,6 +191,12 @@ def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype: {name!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name not in ("auto", "fp8_e4m3"):
+        raise ConfigError(f"kv_cache_dtype: {name!r} is not one of auto, fp8_e4m3")
+    return dtype if name == "auto" else FP8
 
 
 def _context_len(configured: int | None, model: ModelConfig) -> int:

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from workers.kernels.fp8 import stored
 from workers.kernels.paged_attention import HeadShape
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.upload import upload_parts
@@ -118,7 +119,8 @@ class TritonPlan:
         """See ``paged_attention``."""
         q, k_dim = q.contiguous(), q.shape[-1]
         latent = v_pages is None
-        values = k_pages if v_pages is None else v_pages
+        values = stored(k_pages if v_pages is None else v_pages)
+        k_pages = stored(k_pages)
         v_dim = v_dim if latent else values.shape[-1]
         heads, kv_heads = q.shape[1], k_pages.shape[1]
         out = q.new_empty(q.shape[0], heads, v_dim)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 from torch.nn.functional import rms_norm as torch_rms_norm
 
+from workers.kernels.fp8 import FP8, stored, to_fp8
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -27,6 +29,13 @@ class Places:
     """int64 ``[tokens]``"""
     offsets: Tensor
     """int64 ``[tokens]``: in the page"""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Of fp8 keys and values: what is written is divided by them."""
+
+    def write(self, pages: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+        """Write ``rows [tokens, kv_heads, dim]`` to ``k_pages`` or ``v_pages``."""
+        rows = stored(to_fp8(rows, scale)) if pages.dtype is FP8 else rows
+        stored(pages)[self.pages, :, self.offsets] = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +111,9 @@ class TorchElementwise:
     ) -> Tensor:
         if norms is not None:
             q, k = self.norm(q, norms.q, norms.eps), self.norm(k, norms.k, norms.eps)
-        places.k_pages[places.pages, :, places.offsets] = self.rotate(k, rotation)
+        places.write(places.k_pages, self.rotate(k, rotation), places.scales[0])
         assert places.v_pages is not None
-        places.v_pages[places.pages, :, places.offsets] = v
+        places.write(places.v_pages, v, places.scales[1])
         return self.rotate(q, rotation)
 
     def write_latents(
@@ -112,7 +121,7 @@ class TorchElementwise:
     ) -> None:
         rotated = self.rotate(k_rope[:, None, :], rotation)
         rows = torch.cat((self.norm(latent, weight, eps)[:, None, :], rotated), dim=-1)
-        places.k_pages[places.pages, :, places.offsets] = rows
+        places.write(places.k_pages, rows)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from workers.kernels.elementwise import HeadNorms, Places, Rotation
+from workers.kernels.fp8 import stored
 from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
 
 GATED_BLOCK = 1024
@@ -65,12 +66,14 @@ class TritonElementwise:
     ) -> None:
         tokens, heads, dim = q.shape
         kv_heads, v_dim = (0, dim) if places is None else (k.shape[1], v.shape[-1])
-        k_pages = out if places is None else places.k_pages
-        v_pages = out if places is None or places.v_pages is None else places.v_pages
+        k_pages = out if places is None else stored(places.k_pages)
+        v_pages = out if places is None or places.v_pages is None else stored(places.v_pages)
+        k_scale, v_scale = (1.0, 1.0) if places is None else places.scales
         pages, offsets = (rotation.cos, rotation.cos) if places is None else (places.pages, places.offsets)
         rotate_kernel[tokens, heads + 2 * kv_heads](
             out, q, k, v, k_pages, v_pages, pages, offsets, rotation.cos, rotation.sin,
             q if norms is None else norms.q, k if norms is None else norms.k, 0.0 if norms is None else norms.eps,
+            1.0 / k_scale, 1.0 / v_scale,
             q.stride(0), q.stride(1), k.stride(0), v.stride(0), k_pages.stride(0), v_pages.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROPE=rotation.cos.shape[-1],
             PAGE=0 if places is None else k_pages.shape[2], BLOCK=triton.next_power_of_2(max(dim, v_dim)),
@@ -82,7 +85,8 @@ class TritonElementwise:
     ) -> None:
         rank, rope = latent.shape[-1], k_rope.shape[-1]
         latent_kernel[latent.shape[0],](
-            places.k_pages, latent, k_rope, places.pages, places.offsets, rotation.cos, rotation.sin, weight, eps,
+            stored(places.k_pages), latent, k_rope, places.pages, places.offsets, rotation.cos, rotation.sin, weight,
+            eps,
             latent.stride(0), k_rope.stride(0), places.k_pages.stride(0),
             RANK=rank, ROPE=rope, BLOCK=triton.next_power_of_2(rank), BLOCK_R=triton.next_power_of_2(rope), num_warps=4,
             enable_fp_fusion=False,

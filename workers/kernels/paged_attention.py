@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.kernels.fp8 import read, stored
+
 
 def paged_attention_reference(
     q: Tensor,
@@ -48,8 +50,8 @@ def paged_attention_reference(
             end = context_len - query_len + i + 1
             positions = range(max(0, end - window) if window else 0, end)
             slots = [(int(tables[row, p // page_size]), p % page_size) for p in positions]
-            k = torch.stack([k_pages[page, :, offset] for page, offset in slots]).float()
-            v = torch.stack([v_pages[page, :, offset] for page, offset in slots]).float()
+            k = torch.stack([k_pages[page, :, offset].float() for page, offset in slots])
+            v = torch.stack([v_pages[page, :, offset].float() for page, offset in slots])
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             scores = torch.einsum("hd,nhd->hn", q[start + i].float(), k) * scale
             if softcap:
@@ -181,34 +183,35 @@ def paged_attention(
     group = heads // kv_heads
     grouped_sinks = None if sinks is None else sinks.float().view(kv_heads, group)
 
-    def read(table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        k = _gather(k_pages, table)[..., start:end, :]
-        return k, k[..., :v_dim] if v_pages is None else _gather(v_pages, table)[..., start:end, :]
+    def gathered(table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k = _gather(k_pages, table, q.dtype)[..., start:end, :]
+        return k, k[..., :v_dim] if v_pages is None else _gather(v_pages, table, q.dtype)[..., start:end, :]
 
     if plan.as_one_batch:
-        k, v = read(plan.tables[0], 0, max(plan.ends))
+        k, v = gathered(plan.tables[0], 0, max(plan.ends))
         grouped = q.view(q.shape[0], kv_heads, group, -1)
         column = None if grouped_sinks is None else grouped_sinks[None, :, :, None]
         out = _attend(grouped, k, v, plan.masks[0], scale, softcap, column)
         return out.reshape(q.shape[0], heads, v.shape[-1])
     outs, at = [], 0
     for i, query_len in enumerate(plan.query_lens):
-        k, v = read(plan.tables[i], plan.starts[i], plan.ends[i])
+        k, v = gathered(plan.tables[i], plan.starts[i], plan.ends[i])
         column = None if grouped_sinks is None else grouped_sinks.repeat_interleave(query_len, dim=1)[None, :, :, None]
         outs.append(_one_sequence(q[at : at + query_len], k[None], v[None], plan.masks[i], scale, softcap, column))
         at += query_len
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _gather(pages: Tensor, table: Tensor) -> Tensor:
-    """A sequence's pages, ``table [..., n]``, as ``[..., kv_heads, n * page_size, head_dim]``.
+def _gather(pages: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sequence's pages, ``table [..., n]``, as ``[..., kv_heads, n * page_size, head_dim]``; fp8 as ``dtype``.
 
     Each head's part of a page is gathered as one flat row, which torch copies as a block: several times
     faster on CPU.
     """
     num_pages, kv_heads, page_size, head_dim = pages.shape
     rows = table[..., None, :] * kv_heads + torch.arange(kv_heads, device=table.device, dtype=table.dtype)[:, None]
-    picked = pages.view(num_pages * kv_heads, -1).index_select(0, rows.reshape(-1))
+    kept = stored(pages).view(num_pages * kv_heads, -1).index_select(0, rows.reshape(-1))
+    picked = read(kept, pages, dtype)
     return picked.view(*rows.shape[:-1], rows.shape[-1] * page_size, head_dim)
 
 

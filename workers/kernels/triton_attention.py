@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from workers.kernels.triton_fp8 import as_read
+
 
 @triton.jit
 def _split_sums(
@@ -63,7 +65,8 @@ def _split_sums(
             mask=held[None, :] & (d < V_DIM if LATENT else d < K_DIM)[:, None],
             other=0.0,
         )
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        k = as_read(k, q)
+        scores = tl.dot(q, k, input_precision="ieee")
         if LATENT:  # the key is the value, and then the rotated part
             r = tl.arange(0, BLOCK_R)
             rest = tl.load(
@@ -71,7 +74,7 @@ def _split_sums(
                 mask=held[None, :] & (r < K_DIM - V_DIM)[:, None],
                 other=0.0,
             )
-            scores += tl.dot(q_rest, rest.to(q.dtype), input_precision="ieee")
+            scores += tl.dot(q_rest, as_read(rest, q), input_precision="ieee")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             capped = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 * scale / softcap)) + 1.0)
@@ -92,7 +95,7 @@ def _split_sums(
         else:
             v_at = page * v_page_stride + offset * V_DIM
             v = tl.load(v_pages + v_at[:, None] + v_d[None, :], mask=held[:, None] & (v_d < V_DIM)[None, :], other=0.0)
-        values = values * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        values = values * shrink[:, None] + tl.dot(weights.to(q.dtype), as_read(v, q), input_precision="ieee")
         highest = higher
     return highest, total, values
 

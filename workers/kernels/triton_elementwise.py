@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from workers.kernels.triton_fp8 import as_stored
+
 
 @triton.jit
 def add_norm_kernel(
@@ -67,6 +69,8 @@ def rotate_kernel(
     q_weight,
     k_weight,
     eps,
+    k_factor,
+    v_factor,
     q_stride,
     q_head_stride,
     k_stride,
@@ -96,12 +100,12 @@ def rotate_kernel(
             kv_head = head - HEADS
             result = _rotated(k + token * k_stride + kv_head * DIM, k_weight, eps, cos, sin, d, DIM, ROPE, NORM)
             at = page * k_page_stride + (kv_head * PAGE + offset) * DIM
-            tl.store(k_pages + at + d, result.to(k_pages.dtype.element_ty), mask=d < DIM)
+            tl.store(k_pages + at + d, as_stored(result, k_pages, k_factor), mask=d < DIM)
         else:
             kv_head = head - HEADS - KV_HEADS
             value = tl.load(v + token * v_stride + kv_head * V_DIM + d, mask=d < V_DIM, other=0.0)
             at = page * v_page_stride + (kv_head * PAGE + offset) * V_DIM
-            tl.store(v_pages + at + d, value.to(v_pages.dtype.element_ty), mask=d < V_DIM)
+            tl.store(v_pages + at + d, as_stored(value, v_pages, v_factor), mask=d < V_DIM)
 
 
 @triton.jit
@@ -130,12 +134,12 @@ def latent_kernel(
     x = tl.load(latent + token * latent_stride + i, mask=i < RANK, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
     weights = tl.load(weight + i, mask=i < RANK, other=0.0).to(tl.float32)
-    tl.store(at + i, (x * scale * weights).to(k_pages.dtype.element_ty), mask=i < RANK)
+    tl.store(at + i, as_stored(x * scale * weights, k_pages, 1.0), mask=i < RANK)
     r = tl.arange(0, BLOCK_R)
     turned = _rotated(
         k_rope + token * rope_stride, weight, eps, cos + token * ROPE, sin + token * ROPE, r, ROPE, ROPE, False
     )
-    tl.store(at + RANK + r, turned.to(k_pages.dtype.element_ty), mask=r < ROPE)
+    tl.store(at + RANK + r, as_stored(turned, k_pages, 1.0), mask=r < ROPE)
 
 
 @triton.jit

@@ -99,6 +99,12 @@ class Decoder:
             for rope in self._ropes
         ]
 
+    @property
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """By layer: see ``AttentionWeights.kv_scales``."""
+        mixers = [layer.mixer for layer in self.weights.layers]
+        return [mixer.kv_scales if isinstance(mixer, AttentionWeights) else (1.0, 1.0) for mixer in mixers]
+
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
         """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``. For inference mode.
 
@@ -111,7 +117,7 @@ class Decoder:
         delta = None
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             pages = batch.groups[self._group_of[i]]
-            places = Places(kv.k[i], kv.v[i], pages.write_pages, batch.write_offsets)
+            places = Places(kv.k[i], kv.v[i], pages.write_pages, batch.write_offsets, kv.scales[i])
             at = Position(places, pages.attention, rotations[self._rope_of[i]], self._ops)
             hidden, delta = self._layer(hidden, delta, spec, weights, at)
         assert delta is not None, "a model has layers"

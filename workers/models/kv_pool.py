@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workers.kernels.fp8 import FP8, stored
 from workers.models.spec import LatentSpec, Mixer, ModelConfig
 
 
@@ -20,8 +21,15 @@ class KVPool:
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_pages: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
+        """``scales``: of keys and values, by layer, for fp8."""
         self.page_size = page_size
         self.page_bytes = page_sizes_bytes(config, page_size, dtype)
         groups = config.kv_groups
@@ -33,11 +41,12 @@ class KVPool:
             parts = [torch.zeros((rows, heads, page_size, dim), dtype=dtype, device=device) for dim in dims]
             self.k.append(parts[0])
             self.v.append(parts[1] if len(parts) > 1 else None)
+        self.scales = [(1.0, 1.0)] * len(self.k) if dtype is not FP8 or not scales else list(scales)
         self._parts: list[list[Tensor]] = [[] for _ in groups]
         for part in (self.k, self.v):
             for tensor, group in zip(part, config.layer_groups, strict=True):
                 if tensor is not None:
-                    self._parts[groups.index(group)].append(tensor)
+                    self._parts[groups.index(group)].append(stored(tensor))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole pages ``(group, source, target)``, in order: a target may be a later source."""

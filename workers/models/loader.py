@@ -141,6 +141,7 @@ class _Loader:
             sinks=self._t.take(f"{name}.sinks", whole.num_heads, part=heads) if whole.sinks else None,
             o=self._t.take(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
             o_bias=self._row_bias(f"{name}.o_proj.bias", whole.o_bias),
+            kv_scales=(self._t.scalar(f"{name}.k_scale", 1.0), self._t.scalar(f"{name}.v_scale", 1.0)),
         )
 
     def _fused_qkv(self, name: str, q_size: int, kv_size: int, q: Part, kv: Part) -> Tensor:

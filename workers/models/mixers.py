@@ -47,6 +47,8 @@ class AttentionWeights:
     sinks: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """The checkpoint's, for keys and values in fp8."""
 
 
 @dataclass(slots=True)
@@ -84,7 +86,10 @@ def attention(
         norms = HeadNorms(w.q_norm, w.k_norm, eps)
     q = at.ops.rotate_and_write(q, k, v, norms, at.rotation, at.places)
     k_pages, v_pages = at.places.k_pages, at.places.v_pages
-    out = at.attention.attend(q, k_pages, v_pages, spec.scale, softcap=spec.softcap, sinks=w.sinks)
+    k_scale, v_scale = at.places.scales
+    out = at.attention.attend(q, k_pages, v_pages, spec.scale * k_scale, softcap=spec.softcap, sinks=w.sinks)
+    if v_scale != 1.0:
+        out = out * v_scale
     return linear(out.reshape(-1, q_size), w.o, w.o_bias)
 
 

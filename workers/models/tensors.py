@@ -97,6 +97,16 @@ class Tensors:
                 raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
         return tensor.to(self._device, dtype or self._dtype).contiguous()
 
+    def scalar(self, name: str, default: float) -> float:
+        """A tensor of one positive number, or ``default`` if there is none."""
+        if name not in self._by_name:
+            return default
+        self._taken.add(name)
+        value: Tensor = self._by_name[name].get_tensor(name).float()
+        if value.numel() != 1 or not 0.0 < value.item() < float("inf"):
+            raise UnsupportedModel(f"{name}: must be one positive number, and has shape {tuple(value.shape)}")
+        return float(value.item())
+
     def take_mxfp4(self, name: str, *shape: int) -> Tensor:
         """``[experts, rows, columns]`` from ``name_blocks`` and ``name_scales``."""
         groups = -(-shape[-1] // 32)

@@ -54,6 +54,7 @@ class Heads:
     window: int = 0
     softcap: bool = False
     sinks: bool = False
+    fp8: bool = False
 
 
 HEADS = {
@@ -62,6 +63,8 @@ HEADS = {
     "Gemma 2 27B, window": Heads(32, 16, 128, window=4096, softcap=True),
     "Gemma 3 12B": Heads(16, 8, 256),
     "DeepSeek V3, TP 8": Heads(16, 1, 576, v_dim=512),
+    "Llama 3.1 8B, fp8 KV": Heads(32, 8, 128, fp8=True),
+    "DeepSeek V3, TP 8, fp8 KV": Heads(16, 1, 576, v_dim=512, fp8=True),
 }
 KERNELS = {"decode": decode_kernel, "extend": extend_kernel, "sum of splits": sum_kernel}
 HEAD_OF_128 = {"DIM": 128, "V_DIM": 128, "ROPE": 128, "PAGE": 16, "BLOCK": 128}
@@ -73,6 +76,7 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
         {"SIZE": 4096, "BLOCK": 4096, "ADD": True, "NORM": True},
     ),
     "norm, rotate, write": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
+    "norm, rotate, write fp8": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
     "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "BLOCK_R": 64}),
     "activation": (
         gated_kernel,
@@ -96,7 +100,9 @@ POINTERS = {
     **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight"), "*bf16"),
     **dict.fromkeys(("q_out", "cos", "sin", "q_weight", "k_weight", "latent", "k_rope", "gate_up"), "*bf16"),
 }
-FLOATS = ("scale", "softcap", "eps", "limit", "alpha")
+FLOATS = ("scale", "softcap", "eps", "limit", "alpha", "k_factor", "v_factor")
+BYTES = {"k_pages": "*u8", "v_pages": "*u8"}
+"""KV in fp8."""
 
 
 @dataclass
@@ -123,7 +129,7 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
     """Compile one kernel of bf16 queries and pages."""
     if kernel in ELEMENTWISE:
         source, _, num_warps, given = ELEMENTWISE[kernel]
-        return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps})
+        return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps}, fp8=kernel.endswith("fp8"))
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
         options = {"num_warps": BLOCKS.num_warps, "num_stages": BLOCKS.num_stages}
@@ -142,14 +148,24 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
     )
     blocks = blocks_of(shape.v_dim or shape.dim)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    return _compiled(kernel, heads, target, source, given, options)
+    return _compiled(kernel, heads, target, source, given, options, fp8=shape.fp8)
 
 
-def _compiled(kernel: str, heads: str, target: str, source: Any, given: dict[str, Any], options: dict[str, Any]) -> Row:
+def _compiled(
+    kernel: str,
+    heads: str,
+    target: str,
+    source: Any,
+    given: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    fp8: bool = False,
+) -> Row:
+    pointers = POINTERS | BYTES if fp8 else POINTERS
     names: list[str] = source.arg_names
     constexprs = {(i,): given[name] for i, name in enumerate(names) if name in given}
     signature = {
-        name: "constexpr" if name in given else POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+        name: "constexpr" if name in given else pointers.get(name, "fp32" if name in FLOATS else "i32")
         for name in names
     }
     aligned = [["tt.divisibility", 16]]
@@ -190,7 +206,7 @@ def bytes_moved(heads: Heads) -> float:
     blocks, group = blocks_of(heads.v_dim or heads.dim), heads.heads // heads.kv_heads
     tiles = -(-group // blocks.rows)
     attended = min(CONTEXT, heads.window or CONTEXT)
-    kv = attended * heads.kv_heads * (heads.dim if heads.v_dim else 2 * heads.dim) * 2
+    kv = attended * heads.kv_heads * (heads.dim if heads.v_dim else 2 * heads.dim) * (1 if heads.fp8 else 2)
     ends = heads.heads * (heads.dim + (heads.v_dim or heads.dim)) * 2
     splits = (CONTEXT - 1) // blocks.split + 1 - max(0, CONTEXT - heads.window if heads.window else 0) // blocks.split
     parts = 2 * splits * heads.heads * ((heads.v_dim or heads.dim) + 2) * 4 if splits > 1 else 0
@@ -205,7 +221,7 @@ def rows(cases: Iterator[tuple[str, str, str]]) -> list[Row]:
 def every_case() -> Iterator[tuple[str, str, str]]:
     for kernel in KERNELS:
         for heads in HEADS:
-            if kernel != "sum of splits" or not HEADS[heads].window:
+            if kernel != "sum of splits" or not (HEADS[heads].window or HEADS[heads].fp8):
                 yield from ((kernel, heads, target) for target in TARGETS)
     for kernel, (_, heads, *_) in (*EXPERTS.items(), *ELEMENTWISE.items()):
         yield from ((kernel, heads, target) for target in TARGETS)
