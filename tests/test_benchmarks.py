@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import grammars, kv_core, kv_memory, ranks, step
+from benchmarks import grammars, kv_core, kv_memory, predict, ranks, step
 from workers.config import BUNDLED_MODEL
 from workers.kv import full_group, window_group
 
@@ -22,6 +22,12 @@ def test_a_device_takes_its_time_beside_the_host(monkeypatch: pytest.MonkeyPatch
     spent = step.run(BUNDLED_MODEL, 3, 40, step_s=0.02)
     assert {"plan", "log", "launch", "collect", "commit", "choose", "step"} <= set(spent)
     assert spent["between steps"] >= 19_000, "no step is shorter than the device's"
+
+
+def test_the_document_has_what_is_predicted() -> None:
+    assert predict.BEGIN + predict.tables() + predict.END in predict.DOCUMENT.read_text()
+    weights = [model.stored_weights / 1e9 for model in predict.MODELS]
+    assert weights == pytest.approx([8.03, 20.9], rel=0.01), "the models' parameters, in billions"
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
