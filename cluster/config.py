@@ -40,6 +40,9 @@ class Config(BaseModel):
     attention_backend: Literal["auto", "torch_native", "triton"] = Field(
         "auto", description="kernels of attention; auto: triton on CUDA, torch elsewhere"
     )
+    deterministic: bool = Field(
+        True, description="on CUDA, the same tokens in any batch; else products are torch's, and prefills faster"
+    )
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
@@ -139,6 +142,7 @@ class Config(BaseModel):
             model=self.model.resolve(),
             device=self.device,
             dtype=self.dtype,
+            deterministic=self.deterministic,
             kv_cache_dtype=self.kv_cache_dtype,
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,

@@ -21,6 +21,8 @@ class EngineConfig:
     """``auto``: as ``dtype``; ``fp8_e4m3``: half or a quarter of the memory, and rounded KV."""
     attention_backend: str = "auto"
     """The kernels: see ``kernels.backend``."""
+    deterministic: bool = True
+    """On CUDA, a row's result does not depend on its batch. Else torch chooses the products' order of summation."""
     page_size: int = 16
     context_length: int | None = None
     """None: the model's own limit."""

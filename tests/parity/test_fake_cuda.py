@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.checkpoints import make_checkpoint
 from workers.engine import choice, sampler
 from workers.engine.penalties import PenaltyCounts
-from workers.kernels import attention_launch, elementwise_launch, experts_launch
+from workers.kernels import attention_launch, elementwise_launch, experts_launch, products_launch
 from workers.kernels.attention_launch import plan_triton_attention
 from workers.kernels.backend import Backend
 from workers.kernels.elementwise_launch import TritonElementwise
 from workers.kernels.experts_launch import TritonExperts
 from workers.kernels.fp8 import FP8
+from workers.kernels.products_launch import TritonProducts
 from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
 from workers.scheduling import SamplingParams, Turn, Work
@@ -33,6 +35,19 @@ FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma
 FAMILIES += ["mixtral", "gpt-oss", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 END = frozenset({2})
 BATCHES = {"decode": ([1, 1, 1], [40, 3, 900]), "prefill": ([30], [30]), "mixed": ([1, 20, 1], [700, 25, 9])}
+
+
+class Products(TorchDispatchMode):
+    """Notes torch's own matrix products, whose order of summation may depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Launched:
@@ -58,7 +73,7 @@ class Launched:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched."""
     noted: list[str] = []
-    for module in (attention_launch, elementwise_launch, experts_launch):
+    for module in (attention_launch, elementwise_launch, experts_launch, products_launch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
     for module in (attention_launch, choice, sampler):
@@ -87,7 +102,7 @@ def fake(weights: Any) -> Any:
 def on_gpu(real: Decoder, ops: TritonElementwise) -> Decoder:
     decoder = copy.copy(real)
     decoder.device, decoder._ops = CUDA, ops
-    decoder._kernels = Backend(plan_triton_attention, ops, TritonExperts())
+    decoder._kernels = Backend(plan_triton_attention, ops, TritonExperts(), TritonProducts())
     decoder.weights, decoder._tables = fake(real.weights), fake(real._tables)
     decoder._embedding_scale = fake(real._embedding_scale)
     return decoder
@@ -128,7 +143,9 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
         num_layers = len(real.config.layers)
         for name, (query_lens, context_lens) in BATCHES.items():
             launches.clear()
-            logits = forward(decoder, kv, query_lens, context_lens)
+            with Products() as products:
+                logits = forward(decoder, kv, query_lens, context_lens)
+            assert not products.found, "every product has one order of summation (law L14)"
             assert logits.shape == (len(query_lens), real.config.vocab_size) and logits.device == CUDA
             counts = {kernel: launches.count(kernel) for kernel in set(launches)}
             assert counts["rotate_kernel"] == num_layers
@@ -136,6 +153,7 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
             assert counts.get("gated_kernel", 0) + counts.get("expert_gate_kernel", 0) >= num_layers
             assert counts.get("latent_kernel", 0) == (num_layers if family.startswith("deepseek") else 0)
             assert counts["add_norm_kernel"] >= 2 * num_layers
+            assert counts["product_kernel"] >= 2 * num_layers + 1
             assert counts["extend_kernel"] + counts.get("sum_kernel", 0) >= num_layers
             assert ("decode_kernel" in counts) == (name != "prefill" and _keeps_all(real))
             assert counts.get("decode_kernel", 0) == counts.get("sum_kernel", 0)

@@ -45,7 +45,7 @@ class Rank:
         )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
-        backend = load_backend(config.attention_backend, self.device)
+        backend = load_backend(config.attention_backend, self.device, deterministic=config.deterministic)
         self._plan_attention = backend.plan_attention
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":

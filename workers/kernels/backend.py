@@ -13,6 +13,7 @@ from workers.kernels.attention import Planner
 from workers.kernels.elementwise import Elementwise, TorchElementwise
 from workers.kernels.grouped_experts import Experts, TorchExperts
 from workers.kernels.paged_attention import plan_attention
+from workers.kernels.products import Products, TorchProducts
 
 BACKENDS = ("auto", "torch_native", "triton")
 """SGLang's names of attention backends. ``auto``: Triton on CUDA, torch elsewhere."""
@@ -25,13 +26,14 @@ class Backend:
     plan_attention: Planner
     elementwise: Elementwise
     experts: Experts
+    products: Products
 
 
-TORCH = Backend(plan_attention, TorchElementwise(), TorchExperts())
+TORCH = Backend(plan_attention, TorchElementwise(), TorchExperts(), TorchProducts())
 
 
-def load_backend(name: str, device: torch.device) -> Backend:
-    """Raises ConfigError."""
+def load_backend(name: str, device: torch.device, *, deterministic: bool = True) -> Backend:
+    """``deterministic``: a row's result does not depend on its batch, products included. Raises ConfigError."""
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend: {name!r} is not one of {', '.join(BACKENDS)}")
     has_triton = importlib.util.find_spec("triton") is not None
@@ -47,5 +49,7 @@ def load_backend(name: str, device: torch.device) -> Backend:
     from workers.kernels.attention_launch import plan_triton_attention
     from workers.kernels.elementwise_launch import TritonElementwise
     from workers.kernels.experts_launch import TritonExperts
+    from workers.kernels.products_launch import TritonProducts
 
-    return Backend(plan_triton_attention, TritonElementwise(), TritonExperts())
+    products = TritonProducts() if deterministic else TorchProducts()
+    return Backend(plan_triton_attention, TritonElementwise(), TritonExperts(), products)

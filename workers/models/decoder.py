@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from workers.kernels.backend import TORCH, Backend
 from workers.kernels.elementwise import Places, Rotation
@@ -118,13 +118,13 @@ class Decoder:
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             pages = batch.groups[self._group_of[i]]
             places = Places(kv.k[i], kv.v[i], pages.write_pages, batch.write_offsets, kv.scales[i])
-            at = Position(places, pages.attention, rotations[self._rope_of[i]], self._ops)
+            at = Position(places, pages.attention, rotations[self._rope_of[i]], self._kernels)
             hidden, delta = self._layer(hidden, delta, spec, weights, at)
         assert delta is not None, "a model has layers"
         rows, eps = batch.logit_rows, self.config.norm_eps
         last, last_delta = hidden.index_select(0, rows), delta.index_select(0, rows)
         picked, _ = self._ops.add_norm(last, last_delta, self.weights.final_norm, eps)
-        logits = self._gathered(linear(picked, self.weights.head).float())
+        logits = self._gathered(self._kernels.products.linear(picked, self.weights.head).float())
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -138,7 +138,7 @@ class Decoder:
         x, hidden = ops.add_norm(hidden, mixed, w.before_feed_forward, eps)
         if isinstance(w.feed_forward, MLPWeights):
             assert isinstance(spec.feed_forward, MLPSpec)
-            out = mlp(x, spec.feed_forward, w.feed_forward, ops)
+            out = mlp(x, spec.feed_forward, w.feed_forward, self._kernels)
         else:
             assert not isinstance(spec.feed_forward, MLPSpec)
             out = experts(x, spec.feed_forward, w.feed_forward, self._kernels)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from workers.kernels.backend import Backend
-from workers.kernels.elementwise import Elementwise
 from workers.kernels.grouped_experts import ExpertProducts
+from workers.kernels.products import Products
 from workers.models.spec import ExpertsSpec, MLPSpec, RouterSpec
 
 
@@ -40,14 +39,16 @@ class ExpertsWeights:
     shared_gate: Tensor | None
 
 
-def mlp(x: Tensor, spec: MLPSpec, w: MLPWeights, ops: Elementwise) -> Tensor:
+def mlp(x: Tensor, spec: MLPSpec, w: MLPWeights, kernels: Backend) -> Tensor:
     """This rank's share of an MLP ``[tokens, hidden]``, to be summed over the ranks."""
-    return linear(ops.gated(linear(x, w.gate_up, w.gate_up_bias), spec.activation), w.down, w.down_bias)
+    linear = kernels.products.linear
+    gated = kernels.elementwise.gated(linear(x, w.gate_up, w.gate_up_bias), spec.activation)
+    return linear(gated, w.down, w.down_bias)
 
 
 def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights, kernels: Backend) -> Tensor:
     """This rank's share of a mixture of experts ``[tokens, hidden]``, to be summed over the ranks."""
-    chosen, weights = route(x, spec.router, w)
+    chosen, weights = route(x, spec.router, w, kernels.products)
     products = ExpertProducts(
         w.gate_up,
         w.gate_up_bias,
@@ -61,16 +62,17 @@ def experts(x: Tensor, spec: ExpertsSpec, w: ExpertsWeights, kernels: Backend) -
     )
     out = kernels.experts.run(x, chosen, weights, products)
     if spec.shared is not None and w.shared is not None:
-        shared = mlp(x, spec.shared, w.shared, kernels.elementwise)
+        shared = mlp(x, spec.shared, w.shared, kernels)
         if w.shared_gate is not None:
-            shared = shared * torch.sigmoid(linear(x, w.shared_gate))
+            shared = shared * torch.sigmoid(kernels.products.linear(x, w.shared_gate))
         out = out + shared
     return out
 
 
-def route(x: Tensor, spec: RouterSpec, w: ExpertsWeights) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, spec: RouterSpec, w: ExpertsWeights, products: Products) -> tuple[Tensor, Tensor]:
     """Each token's experts, int64 ``[tokens, top_k]``, and their weights in x's dtype."""
-    logits = linear(x.float(), w.router.float(), None if w.router_bias is None else w.router_bias.float())
+    bias = None if w.router_bias is None else w.router_bias.float()
+    logits = products.linear(x.float(), w.router.float(), bias)
     if spec.score == "top_softmax":
         values, chosen = logits.topk(spec.top_k, dim=-1)
         return chosen, values.softmax(-1).to(x.dtype)

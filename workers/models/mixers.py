@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from workers.kernels.attention import AttentionPlan
+from workers.kernels.backend import Backend
 from workers.kernels.elementwise import Elementwise, HeadNorms, Places, Rotation
 from workers.models.parallel import RankGroup
 from workers.models.spec import AttentionSpec, LatentSpec, QKNorm
@@ -33,7 +33,7 @@ class Position:
     places: Places
     attention: AttentionPlan
     rotation: Rotation
-    ops: Elementwise
+    kernels: Backend
 
 
 @dataclass(slots=True)
@@ -74,9 +74,10 @@ def attention(
 ) -> Tensor:
     """This rank's share of grouped-query attention ``[tokens, hidden]``, to be summed over the ranks."""
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linear, ops = at.kernels.products.linear, at.kernels.elementwise
     q, k, v = linear(x, w.qkv, w.qkv_bias).split((q_size, kv_size, kv_size), dim=-1)
     if spec.qk_norm is QKNorm.ALL:
-        q, k = _norm_all_heads(q, k, w, eps, group, at.ops)
+        q, k = _norm_all_heads(q, k, w, eps, group, ops)
     q = q.reshape(-1, spec.num_heads, spec.head_dim)
     k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)
     v = v.reshape(-1, spec.num_kv_heads, spec.head_dim)
@@ -84,7 +85,7 @@ def attention(
     if spec.qk_norm is QKNorm.HEAD:
         assert w.q_norm is not None and w.k_norm is not None
         norms = HeadNorms(w.q_norm, w.k_norm, eps)
-    q = at.ops.rotate_and_write(q, k, v, norms, at.rotation, at.places)
+    q = ops.rotate_and_write(q, k, v, norms, at.rotation, at.places)
     k_pages, v_pages = at.places.k_pages, at.places.v_pages
     k_scale, v_scale = at.places.scales
     out = at.attention.attend(q, k_pages, v_pages, spec.scale * k_scale, softcap=spec.softcap, sinks=w.sinks)
@@ -113,17 +114,19 @@ def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position
     The projections to keys and values are absorbed into the queries and the output, so that every head
     attends to the latents themselves: a page holds ``kv_rank + rope_dim`` elements a token for all heads.
     """
+    products, ops = at.kernels.products, at.kernels.elementwise
+    linear = products.linear
     if w.q_a is not None:
         assert w.q_a_norm is not None
-        queries = linear(at.ops.norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_EPS), w.q_b)
+        queries = linear(ops.norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_EPS), w.q_b)
     else:
         queries = linear(x, w.q_b)
     queries = queries.view(-1, spec.num_heads, spec.nope_dim + spec.rope.dim)
     q_nope, q_rope = queries.split((spec.nope_dim, spec.rope.dim), dim=-1)
     latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split((spec.kv_rank, spec.rope.dim), dim=-1)
-    at.ops.write_latents(latent, w.kv_a_norm, LATENT_EPS, k_rope, at.rotation, at.places)
-    absorbed = torch.einsum("thn,hnr->thr", q_nope, w.key)
-    q = torch.cat((absorbed, at.ops.rotate(q_rope, at.rotation)), dim=-1)
+    ops.write_latents(latent, w.kv_a_norm, LATENT_EPS, k_rope, at.rotation, at.places)
+    absorbed = products.by_head(q_nope, w.key.transpose(1, 2))
+    q = torch.cat((absorbed, ops.rotate(q_rope, at.rotation)), dim=-1)
     out = at.attention.attend(q, at.places.k_pages, None, spec.scale, v_dim=spec.kv_rank)
-    values = torch.einsum("thr,hvr->thv", out, w.value)
+    values = products.by_head(out, w.value)
     return linear(values.reshape(-1, spec.num_heads * spec.v_dim), w.o, w.o_bias)

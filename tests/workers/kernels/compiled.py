@@ -24,9 +24,11 @@ from triton.compiler import ASTSource
 from workers.kernels.attention_launch import blocks_of, constants
 from workers.kernels.elementwise_launch import GATED_BLOCK, warps_of
 from workers.kernels.experts_launch import BLOCKS
+from workers.kernels.products_launch import blocks_of as product_blocks
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
+from workers.kernels.triton_products import product_kernel
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- end -->"
@@ -86,6 +88,12 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     ),
 }
 """Kernel, model, warps and constants. Each reads and writes every element once."""
+PRODUCTS = {
+    "product, query, key and value": ("Llama 3.1 8B", 6144, 4096),
+    "product, attention's output": ("Llama 3.1 8B", 4096, 4096),
+    "product, gate and up": ("Llama 3.1 8B", 28_672, 4096),
+}
+"""Model, columns and depth."""
 TILE = {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.depth}
 GPT_OSS = TILE | {"HIDDEN": 2880, "SIZE": 2880, "BIAS": True}
 EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -130,6 +138,12 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
     if kernel in ELEMENTWISE:
         source, _, num_warps, given = ELEMENTWISE[kernel]
         return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps}, fp8=kernel.endswith("fp8"))
+    if kernel in PRODUCTS:
+        _, columns, depth = PRODUCTS[kernel]
+        tile = product_blocks(columns)
+        given = {"N": columns, "K": depth, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return _compiled(kernel, heads, target, product_kernel, given | {"w_k_stride": 1, "BIAS": False}, options)
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
         options = {"num_warps": BLOCKS.num_warps, "num_stages": BLOCKS.num_stages}
@@ -169,7 +183,11 @@ def _compiled(
         for name in names
     }
     aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, name in enumerate(names) if name in POINTERS or name.endswith("stride")}
+    attributes = {
+        (i,): aligned
+        for i, name in enumerate(names)
+        if name not in given and (name in POINTERS or name.endswith("stride"))
+    }
     built = triton.compile(
         ASTSource(fn=source, signature=signature, constexprs=constexprs, attrs=attributes),
         target=TARGETS[target][0],
@@ -223,6 +241,8 @@ def every_case() -> Iterator[tuple[str, str, str]]:
         for heads in HEADS:
             if kernel != "sum of splits" or not (HEADS[heads].window or HEADS[heads].fp8):
                 yield from ((kernel, heads, target) for target in TARGETS)
+    for kernel, (heads, *_) in PRODUCTS.items():
+        yield from ((kernel, heads, target) for target in TARGETS)
     for kernel, (_, heads, *_) in (*EXPERTS.items(), *ELEMENTWISE.items()):
         yield from ((kernel, heads, target) for target in TARGETS)
 

@@ -1,0 +1,61 @@
+"""Launches the Triton kernel of matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from workers.kernels.triton_products import product_kernel
+
+MIN_COLUMN_TILES = 96
+"""A product of few rows is as fast as its weights are read, which takes most of a GPU's multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductBlocks:
+    """The tile of one weight: never by the batch, or a row's bits would depend on it."""
+
+    columns: int
+    rows: int = 64
+    depth: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def blocks_of(num_columns: int) -> ProductBlocks:
+    """The widest tile that leaves enough of them; 32 columns for small weights."""
+    for columns in (128, 64):
+        if num_columns >= columns * MIN_COLUMN_TILES:
+            return ProductBlocks(columns)
+    return ProductBlocks(32)
+
+
+class TritonProducts:
+    """``Products`` on a GPU."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        out = x.new_empty(len(rows), len(weight))
+        _launch(out.unsqueeze(1), rows.unsqueeze(1), weight.unsqueeze(0), bias)
+        return out
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
+        _launch(out, rows, weight, None)
+        return out
+
+
+def _launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``."""
+    heads, n, k = weight.shape
+    blocks = blocks_of(n)
+    if not len(x):
+        return
+    product_kernel[triton.cdiv(len(x), blocks.rows), triton.cdiv(n, blocks.columns), heads](
+        out, x, weight, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0), x.stride(1),
+        *weight.stride(), N=n, K=k, BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.depth,
+        BIAS=bias is not None, num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip

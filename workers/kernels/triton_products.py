@@ -1,0 +1,51 @@
+"""Matrix products in Triton whose rows do not depend on the batch: see ``products``.
+
+A program computes a tile of rows and columns, over all of ``k`` in blocks of ``BLOCK_K``, in order. The tile follows
+from the weight's shape alone, and the number of rows is never compiled in, so that one binary sums every row alike.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    num_rows,
+    out_row_stride,
+    out_head_stride,
+    x_row_stride,
+    x_head_stride,
+    w_head_stride,
+    w_n_stride,
+    w_k_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Program (tile of rows, tile of columns, head): neighbours read the same weights."""
+    head = tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there, inside = row < num_rows, column < N
+    x += head * x_head_stride
+    weight += head.to(tl.int64) * w_head_stride
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        i = k + tl.arange(0, BLOCK_K)
+        rows = tl.load(x + row[:, None] * x_row_stride + i[None, :], mask=there[:, None] & (i < K)[None, :], other=0.0)
+        at = column.to(tl.int64)[None, :] * w_n_stride + i[:, None] * w_k_stride
+        columns = tl.load(weight + at, mask=(i < K)[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(rows, columns, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    to = out + row[:, None] * out_row_stride + head * out_head_stride + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
