@@ -23,7 +23,6 @@ GONE_S = 30.0
 STOPPED_S, SETTLE_S = 8.0, 4.0
 """Past every silence that the supervisor takes for death; until it would have acted on it."""
 NUM_TOKENS = 1000
-"""More than are computed until Ray notices that the supervisor is gone."""
 
 
 @asynccontextmanager
@@ -43,13 +42,15 @@ async def test_a_kill_9_of_everything_serving_mid_stream_and_a_restart(tmp_path:
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     before, tokens = Served(tmp_path, "--workers", "1", *ports), []
     try:
+        serving_pids = [before.process.pid, *(int(worker["pid"]) for worker in before.workers())]
         async with stub_of(before) as stub:
             calm = [token async for answer in stub.Generate(turn("calm")) for token in answer.tokens]
             with pytest.raises(grpc.aio.AioRpcError):
                 async for answer in stub.Generate(turn("storm")):
                     tokens += answer.tokens
-                    if len(tokens) == 20:
-                        os.kill(before.process.pid, signal.SIGKILL)
+                    if len(tokens) >= 20:
+                        while serving_pids:
+                            os.kill(serving_pids.pop(), signal.SIGKILL)
         # Ray's own agents end by themselves too, but a minute later; no port of ours is theirs.
         actors = [p for p in before.left() if "Actor" in " ".join(p.cmdline())]
         await until(lambda: not any(p in before.left() for p in actors), GONE_S, "routers and ranks to end")
