@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 
@@ -32,7 +33,11 @@ class RouterActor:
 
         self._server = RouterServer(self._config)
         await self._server.set_workers(workers)
-        return await self._server.start()
+        ports = await self._server.start()
+        # What was loaded stays: streams need not wait while garbage is looked for among it.
+        gc.collect()
+        gc.freeze()
+        return ports
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         await self._server.set_workers(workers)
