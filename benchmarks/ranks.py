@@ -157,10 +157,6 @@ async def until(condition: Callable[[], bool]) -> None:
 async def measure_steps(size: int, batch: int) -> dict[str, Any]:
     async with group(size) as (server, _):
         leader, timers = server._leader, Timers()
-        for i in range(batch):
-            submit(server, f"s{i}", STEPS + WARM_UP + batch)
-        # Warm up: the batch is full, and every shape has run.
-        await until(lambda: leader.counters["generated_tokens"] > batch * WARM_UP)
         acks = Acks(server) if size > 1 else None
         timers.around(leader, "step", "step")
         timers.around(leader.scheduler, "plan", "plan")
@@ -175,10 +171,12 @@ async def measure_steps(size: int, batch: int) -> dict[str, Any]:
         timers.around(leader.scheduler, "commit", "collect")
         timers.around(leader, "collect", "collect")
         leader._replication.send = server._links.send
-        first = leader.counters["steps"]
-        await until(lambda: leader.counters["steps"] >= first + STEPS - 20)
+        for i in range(batch):
+            submit(server, f"s{i}", STEPS + WARM_UP + batch)
+        await until(lambda: leader.counters["finished_length"] == batch)
+        # Not those in which the batch fills, and each shape runs for the first time.
+        del timers.steps[: WARM_UP + batch]
         spent = timers.p50_us()
-        await until(lambda: not leader.scheduler.turns)
     figures: dict[str, Any] = {"us of a step, p50": spent}
     if acks is not None:
         figures["digest, % of a step"] = round(100 * spent["digest"] / spent["step"], 2)

@@ -76,6 +76,7 @@ def run(model: Path, batch: int, history: int, step_s: float = 0.0) -> dict[str,
         max_sessions=batch + 1,
         chunked_prefill_size=8192,
         num_threads=1,
+        attention_backend="torch_native",  # its tensors are made as for a GPU
     )
     group: Any = SimpleNamespace(shard=Shard(0, 2), minimum=lambda value, device: value, broadcast=lambda x: x)
 

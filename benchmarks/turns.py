@@ -14,7 +14,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import grpc
@@ -26,7 +25,8 @@ from holdfast.v1 import session_pb2_grpc
 from workers.config import EngineConfig
 from workers.engine.leader import Leader
 from workers.engine.messages import Submission, TurnUpdate
-from workers.kernels.paged_attention import paged_attention
+from workers.kernels.cpu.ops import AttendOp
+from workers.kernels.cpu.tape import StepArrays, Tape
 from workers.scheduling import SamplingParams
 
 SESSIONS, TURNS, TOKENS_IN, TOKENS_OUT = 4, 300, 16, 8
@@ -72,17 +72,19 @@ class Run:
 def engine_alone(model: Path) -> dict[str, dict[str, float]]:
     """The same turns with the engine alone, in this process: milliseconds of a turn, and of its attention.
 
-    In attention are all of the turn's steps: that of its input, 17 queries, and its 7 decodes.
+    In attention are all of the turn's steps: that of its input, 17 queries, and its 7 decodes. Each operation is a
+    call of its own here, to be measured.
     """
     attention_s = 0.0
     ended = threading.Event()
 
-    def timed(*arguments: Any) -> Any:
+    def timed(tape: Tape, step: StepArrays) -> None:
         nonlocal attention_s
         began = time.perf_counter()
-        out = paged_attention(*arguments)
-        attention_s += time.perf_counter() - began
-        return out
+        for kind in tape.run_each(step):
+            ended_at = time.perf_counter()
+            attention_s += ended_at - began if kind is AttendOp else 0.0
+            began = ended_at
 
     def emit(updates: list[TurnUpdate]) -> None:
         if any(update.finish for update in updates):
@@ -95,7 +97,7 @@ def engine_alone(model: Path) -> dict[str, dict[str, float]]:
     params = SamplingParams(max_tokens=TOKENS_OUT, ignore_eos=True)
     turn_ms: dict[int, list[float]] = {}
     attention_ms: dict[int, list[float]] = {}
-    with mock.patch("workers.models.decoder.paged_attention", timed):
+    with mock.patch.object(Tape, "run", timed):
         leader.start()
         for turn in range(TURNS):
             for number in range(SESSIONS):
