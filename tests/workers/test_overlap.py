@@ -34,7 +34,7 @@ def prompt(seed: int, length: int) -> list[int]:
 def outcome(engine: Engine, turn_id: str) -> tuple[Any, ...]:
     """All that a client sees of a turn."""
     updates = engine.updates[turn_id]
-    logprobs = [round(lp.logprob, 4) for u in updates for lp in (*u.input_logprobs, *u.logprobs)]
+    logprobs = [lp.logprob for u in updates for lp in (*u.input_logprobs, *u.logprobs)]
     assert all(update.finish is None for update in updates[:-1])
     return engine.output(turn_id), updates[-1].finish, logprobs
 
@@ -64,7 +64,9 @@ def test_turns_of_all_kinds_say_the_same_with_and_without_overlap(size: int) -> 
         start = KINDS[i % len(KINDS)].logprob_start
         assert len(scored) == (8 + 3 * i - start if start >= 0 else 0), "each input token is scored once"
     for turn_id in plain.updates:
-        assert outcome(plain, turn_id) == outcome(overlapped, turn_id), turn_id
+        *said, logprobs = outcome(plain, turn_id)
+        # Two ranks sum in another order than one.
+        assert (*said, pytest.approx(logprobs, abs=1e-4)) == outcome(overlapped, turn_id), turn_id
     if isinstance(overlapped, GroupEngine):
         assert not overlapped.refused
         overlapped.stop()
@@ -206,7 +208,7 @@ def test_an_error_of_the_device_ends_the_loop() -> None:
     engine.submit("t", "s", prompt(1, 10))
     engine.leader.step()
     engine.leader.rank.stream.run(lambda: None).result(10)
-    engine.leader.rank.decoder.forward = fail  # type: ignore[assignment, method-assign]
+    engine.leader.rank._forward = fail  # type: ignore[method-assign]
     engine.leader.step()  # launched, and not known to have failed
     with pytest.raises(ArithmeticError, match="illegal"):
         engine.leader.step()
