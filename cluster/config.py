@@ -32,13 +32,17 @@ class Config(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the ranks")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="auto: the checkpoint's on CUDA, float32 on CPU"
+        "auto",
+        description="of activations; auto: the checkpoint's on CUDA, float32 with the checkpoint's weights on CPU",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto", description="KV as the model's dtype, or in 8 bits, with the checkpoint's scales if it has some"
     )
-    attention_backend: Literal["auto", "torch_native", "triton"] = Field(
-        "auto", description="kernels of attention; auto: triton on CUDA, torch elsewhere"
+    quantization: Literal["int8"] | None = Field(
+        None, description="int8: layers' weights in 8 bits on CPU, a factor for each output channel"
+    )
+    attention_backend: Literal["auto", "torch_native", "triton", "cpu"] = Field(
+        "auto", description="kernels; auto: triton on CUDA; on CPU its own if there is a C++ compiler, else torch"
     )
     deterministic: bool = Field(
         True, description="on CUDA, the same tokens in any batch; else products are torch's, and prefills faster"
@@ -144,6 +148,7 @@ class Config(BaseModel):
             dtype=self.dtype,
             deterministic=self.deterministic,
             kv_cache_dtype=self.kv_cache_dtype,
+            quantization=self.quantization,
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
             page_size=self.page_size,

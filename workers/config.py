@@ -16,11 +16,13 @@ class EngineConfig:
     device: str = "cpu"
     """``cpu``, ``cuda`` or ``auto`` (cuda where there is one)."""
     dtype: str = "auto"
-    """``auto``: the checkpoint's on CUDA, float32 on CPU, where half precision is emulated or inexact."""
+    """Of activations. ``auto``: the checkpoint's on CUDA, float32 on CPU, with the checkpoint's weights."""
     kv_cache_dtype: str = "auto"
     """``auto``: as ``dtype``; ``fp8_e4m3``: half or a quarter of the memory, and rounded KV."""
     attention_backend: str = "auto"
     """The kernels: see ``kernels.backend``."""
+    quantization: str | None = None
+    """``int8``: a CPU's layers keep their weights in eight bits, with a factor for each output channel."""
     deterministic: bool = True
     """On CUDA, a row's result does not depend on its batch. Else torch chooses the products' order of summation."""
     page_size: int = 16

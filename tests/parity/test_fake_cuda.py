@@ -148,7 +148,7 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
             assert not products.found, "every product has one order of summation (law L14)"
             assert logits.shape == (len(query_lens), real.config.vocab_size) and logits.device == CUDA
             counts = {kernel: launches.count(kernel) for kernel in set(launches)}
-            assert counts["rotate_kernel"] == num_layers
+            assert counts["embed_kernel"] == 1 and counts["rotate_kernel"] == num_layers
             assert counts.get("expert_gate_kernel", 0) == counts.get("expert_down_kernel", 0)
             assert counts.get("gated_kernel", 0) + counts.get("expert_gate_kernel", 0) >= num_layers
             assert counts.get("latent_kernel", 0) == (num_layers if family.startswith("deepseek") else 0)

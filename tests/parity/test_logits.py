@@ -9,12 +9,16 @@ import torch
 
 from tests.parity.checkpoints import CHECKPOINTS, make_checkpoint
 from workers.engine.memory import group_specs
+from workers.kernels.backend import load_backend
+from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.paged_attention import plan_attention
 from workers.kv import SessionCache
 from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
+from workers.models.taped import TapedDecoder
 
 CPU = torch.device("cpu")
+KERNELS = ["torch_native", "cpu"]
 PAGED = [(1, None), (4, 7), (16, 1), (64, 16)]
 """Page size, and the chunks of a prefill (None: one)."""
 
@@ -29,6 +33,9 @@ class PagedModel:
         self.cache = SessionCache(group_specs(model, num_pages), page_size, max_slots=4)
         self.kv = KVPool(model, num_pages, page_size, decoder.dtype, decoder.device)
         self.tokens = new_tokens()
+        tape = decoder._kernels.tape
+        self.rows = [torch.zeros(1, 256 // page_size + 1, dtype=torch.int32) for _ in num_pages]
+        self.taped = TapedDecoder(decoder, tape, self.kv, self.rows) if tape is not None else None
         # Take a few pages first, so that the table is not simply 0, 1, 2, ...
         self.cache.open("other")
         self.cache.resume("other", "t", new_tokens([1, 2]), 0)
@@ -41,6 +48,14 @@ class PagedModel:
         start = self.cache.resume("s", "turn", self.tokens, 0)
         self.cache.extend("s", len(tokens))
         slot, size = self.cache.slots["s"], self.page_size
+        if self.taped is not None:
+            for row, table in zip(self.rows, slot.tables, strict=True):
+                row[0, : len(table.pages)] = torch.tensor(table.pages)
+            zero, length = new_tokens([0]), new_tokens([len(tokens)])
+            places = new_tokens(range(len(tokens)))
+            logits = self.taped.forward(StepArrays(new_tokens(tokens), zero, new_tokens([start]), length, places))
+            self.cache.commit({"s": new_tokens(tokens)})
+            return logits
         positions = torch.arange(start, start + len(tokens))
         groups = []
         for group, table, heads in zip(self.cache.groups, slot.tables, self.decoder.config.head_shapes, strict=True):
@@ -65,18 +80,19 @@ class PagedModel:
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
-    reference = make_checkpoint(request.param, folder)
-    return folder, reference, load(folder)
+    return folder, make_checkpoint(request.param, folder)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    config = read_config(folder)
-    return load_decoder(folder, config, device=torch.device("cpu"), dtype=dtype, context_len=256)
+def load(folder: Path, dtype: torch.dtype = torch.float32, kernels: str = "torch_native") -> Decoder:
+    config, backend = read_config(folder), load_backend(kernels, CPU, dtype=dtype, num_threads=2)
+    return load_decoder(folder, config, device=CPU, dtype=dtype, context_len=256, kernels=backend)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), PAGED, ids=lambda n: str(n or "all"))
-def test_fp32_logits_of_prefill_and_decode(checkpoint, page_size: int, chunk: int | None) -> None:
-    _, reference, decoder = checkpoint
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_fp32_logits_of_prefill_and_decode(checkpoint, kernels: str, page_size: int, chunk: int | None) -> None:
+    folder, reference = checkpoint
+    decoder = load(folder, kernels=kernels)
     for prompt_len in (3, 90):
         ids = torch.randint(0, 199, (prompt_len + 12,), generator=torch.Generator().manual_seed(prompt_len))
         with torch.no_grad():
@@ -90,9 +106,10 @@ def test_fp32_logits_of_prefill_and_decode(checkpoint, page_size: int, chunk: in
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_bf16_greedy_tokens_where_the_margin_is_clear(checkpoint, page_size: int) -> None:
-    folder, reference, exact = checkpoint
-    decoder = load(folder, torch.bfloat16)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bf16_greedy_tokens_where_the_margin_is_clear(checkpoint, kernels: str, page_size: int) -> None:
+    folder, reference = checkpoint
+    exact, decoder = load(folder), load(folder, torch.bfloat16, kernels)
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = reference.to(torch.bfloat16)(ids[None]).logits[0].float()

@@ -13,7 +13,7 @@ import torch
 
 from workers.engine.choice import Choice, StepResult
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Restrictions, gumbel_noise, sample
+from workers.engine.sampler import Restrictions, gumbel_noise, mixing_keys, sample
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams, Turn, Work
 
@@ -42,19 +42,22 @@ def draw(logits: torch.Tensor, params: SamplingParams, count: int = 400) -> Coun
     return Counter(sampled(logits.repeat(count, 1), rows))
 
 
+def noise_of(places: list[tuple[int, int]], vocab_size: int) -> torch.Tensor:
+    return gumbel_noise(torch.frombuffer(mixing_keys(places), dtype=torch.int32), vocab_size)
+
+
 def test_noise_is_a_function_of_seed_and_position() -> None:
-    device = torch.device("cpu")
     keys = [(1, 5), (1, 6), (2, 5), (2**62, 10**6)]
-    batch = gumbel_noise(keys, VOCAB, device)
+    batch = noise_of(keys, VOCAB)
     for i, key in enumerate(keys):
-        assert torch.equal(batch[i], gumbel_noise([key], VOCAB, device)[0])
+        assert torch.equal(batch[i], noise_of([key], VOCAB)[0])
     assert len({tuple(row.tolist()) for row in batch}) == 4
-    longer = gumbel_noise([(1, 5)], 2 * VOCAB, device)
+    longer = noise_of([(1, 5)], 2 * VOCAB)
     assert torch.equal(longer[0, :VOCAB], batch[0])
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel_noise([(seed, 0) for seed in range(50)], 4000, torch.device("cpu"))
+    noise = noise_of([(seed, 0) for seed in range(50)], 4000)
     assert noise.isfinite().all()
     assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.std() - math.pi / math.sqrt(6)) < 0.01
     between = torch.corrcoef(noise[:8])

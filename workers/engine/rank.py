@@ -21,12 +21,14 @@ from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.kernels.backend import load_backend
+from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.fp8 import FP8
-from workers.kernels.upload import Download, upload, upload_parts
+from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
+from workers.models.taped import TapedDecoder
 from workers.models.tensors import fingerprint
 from workers.scheduling import Work
 
@@ -45,17 +47,27 @@ class Rank:
         )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
-        backend = load_backend(config.attention_backend, self.device, deterministic=config.deterministic)
+        backend = load_backend(
+            config.attention_backend,
+            self.device,
+            dtype=self.dtype,
+            deterministic=config.deterministic,
+            quantization=config.quantization,
+            num_threads=config.num_threads,
+        )
         self._plan_attention = backend.plan_attention
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
-            torch.set_num_threads(config.num_threads)
+            # Beside kernels with threads of their own, torch's would wait actively on the same cores.
+            torch.set_num_threads(1 if backend.tape is not None else config.num_threads)
         self.decoder = load_decoder(
             config.model,
             self.model_config,
             device=self.device,
             dtype=self.dtype,
             context_len=self.context_len,
+            # Panels are multiplied as they are stored: what the checkpoint has, unless it was chosen otherwise.
+            weight_dtype=self.model_config.dtype if backend.tape is not None and config.dtype == "auto" else None,
             group=group,
             expert_parallel=config.expert_parallel,
             kernels=backend,
@@ -83,6 +95,7 @@ class Rank:
             for pages in num_pages
         ]
         self._head_shapes = model.head_shapes
+        self._taped = TapedDecoder(self.decoder, backend.tape, self.kv, self.tables) if backend.tape else None
         self._group = group
         overlap = config.overlap_schedule
         self.overlaps = self.device.type == "cuda" if overlap is None else overlap
@@ -110,7 +123,12 @@ class Rank:
     @torch.inference_mode()
     def _forward(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         self._apply_updates(copies, table_updates)
-        self._logits = self.decoder.forward(self._forward_batch(batch), self.kv) if batch.rows else None
+        if not batch.rows:
+            self._logits = None
+        elif self._taped is not None:
+            self._logits = self._taped.forward(self._step_arrays(batch))
+        else:
+            self._logits = self.decoder.forward(self._forward_batch(batch), self.kv)
 
     @torch.inference_mode()
     def _choose(
@@ -128,10 +146,21 @@ class Rank:
             last[group][row, column] = page
         for table, entries in zip(self.tables, last, strict=True):
             if entries:
-                rows, columns = zip(*entries, strict=True)
-                packed = upload([*rows, *columns, *entries.values()], torch.int64, self.device).view(3, -1)
-                table[packed[0], packed[1]] = packed[2].to(torch.int32)
+                parts = (*zip(*entries, strict=True), entries.values())
+                rows, columns, pages = upload_parts([array("i", part) for part in parts], self.device)
+                table.index_put_((rows, columns), pages)
         self.kv.copy_pages(copies)
+
+    def _step_arrays(self, batch: Batch) -> StepArrays:
+        tokens = batch.tokens
+        places = [i for i, token in enumerate(tokens) if token < 0]
+        if places:
+            tokens = tokens[:]
+            fed = self._fed(torch.tensor([-1 - tokens[i] for i in places]))
+            for i, token in zip(places, fed.tolist(), strict=True):
+                tokens[i] = token
+        rest = (array("i", part) for part in (batch.rows, batch.starts, batch.counts, batch.logit_rows))
+        return StepArrays(tokens, *rest)
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
         size, starts, counts = self.cache.page_size, batch.starts, batch.counts

@@ -4,7 +4,8 @@ The noise is a counter-based function of (seed, position, token id). There is no
 save, send or lose, and a turn continues after a failover as it would have without one. A token is
 drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over the filtered tokens.
 
-All parameters of a step go to the device in one copy, and nothing comes back: the host does not wait.
+A step's parameters go to the device in one copy, grammars' masks in another, and nothing comes back: the host does
+not wait.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def sample(logits: Tensor, turns: Sequence[Turn], restricted: Restrictions, coun
         return logits.argmax(dim=-1)
     count_rows, new = counts.rows_of([turns[i] for i in penalized])
     picked_params = [params[i] for i in drawn]
-    keys = array("i", b"".join([_mixing_keys(params[i].seed, len(turns[i].tokens)) for i in drawn]))
+    keys = mixing_keys([(params[i].seed, len(turns[i].tokens)) for i in drawn])
     ints = [array("i", part) for part in (biases[0], biases[1], penalized, count_rows)]
     ints += [new.rows, new.tokens, new.is_output, array("i", drawn), keys]
     ints.append(array("i", [p.top_k or logits.shape[-1] for p in picked_params]))
@@ -68,27 +69,22 @@ def sample(logits: Tensor, turns: Sequence[Turn], restricted: Restrictions, coun
     if drawn:
         picked = logits.index_select(0, drawn_at) / temperature.unsqueeze(1)
         _filter(picked, picked_params, top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
-        logits.index_put_((drawn_at,), picked + _noise(keys_at.view(-1, 2), logits.shape[-1]))
+        logits.index_put_((drawn_at,), picked + gumbel_noise(keys_at, logits.shape[-1]))
     return logits.argmax(dim=-1)
 
 
-def gumbel_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise fp32 ``[keys, vocab_size]``, a function of each key ``(seed, position)``."""
-    packed = array("i", b"".join(_mixing_keys(seed, position) for seed, position in keys))
-    return _noise(upload_parts([packed], device)[0].view(-1, 2), vocab_size)
-
-
-def _noise(keys: Tensor, vocab_size: int) -> Tensor:
-    first, second = (keys.long() & 0xFFFFFFFF).split(1, dim=1)
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise fp32 ``[turns, vocab_size]``, a function of each pair of ``mixing_keys``."""
+    first, second = (keys.view(-1, 2).long() & 0xFFFFFFFF).split(1, dim=1)
     bits = torch.arange(vocab_size, device=keys.device).unsqueeze(0) * 0x9E3779B9
     bits = _mix(_mix((bits + first) & 0xFFFFFFFF) ^ second)
     uniform = (bits.double() + 0.5) / 2.0**32
     return -(-uniform.log()).log().float()
 
 
-def _mixing_keys(seed: int, position: int) -> bytes:
-    """Two 32-bit keys."""
-    return hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+def mixing_keys(places: Sequence[tuple[int, int]]) -> array[int]:
+    """Two 32-bit keys for each ``(seed, position)``."""
+    return array("i", b"".join([hashlib.blake2b(b"%d/%d" % place, digest_size=8).digest() for place in places]))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ class AttentionPlan(Protocol):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         v_dim: int = 0,
+        v_scale: float = 1.0,
     ) -> Tensor:
-        """``paged_attention_reference`` over the plan's sequences.
+        """``paged_attention_reference`` over the plan's sequences, times ``v_scale``.
 
         ``v_pages`` None: a position's value is the first ``v_dim`` elements of its key (latent attention).
         """

@@ -115,6 +115,7 @@ class TritonPlan:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         v_dim: int = 0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """See ``paged_attention``."""
         q, k_dim = q.contiguous(), q.shape[-1]
@@ -158,7 +159,7 @@ class TritonPlan:
                 out, part_values, part_sums, self.side_by_side, self.spans, given_sinks, self.num_splits,
                 **_of(sum_kernel, known), **options,
             )  # fmt: skip
-        return out
+        return out if v_scale == 1.0 else out * v_scale
 
 
 def plan_triton_attention(

@@ -10,13 +10,18 @@ import torch
 
 from holdfast.errors import ConfigError
 from workers.kernels.attention import Planner
+from workers.kernels.cpu.library import load_library
+from workers.kernels.cpu.operations import CpuElementwise, CpuExperts, CpuProducts
+from workers.kernels.cpu.tape import Tape
 from workers.kernels.elementwise import Elementwise, TorchElementwise
 from workers.kernels.grouped_experts import Experts, TorchExperts
 from workers.kernels.paged_attention import plan_attention
 from workers.kernels.products import Products, TorchProducts
 
-BACKENDS = ("auto", "torch_native", "triton")
-"""SGLang's names of attention backends. ``auto``: Triton on CUDA, torch elsewhere."""
+BACKENDS = ("auto", "torch_native", "triton", "cpu")
+"""SGLang's names of attention backends, and ours. ``auto``: Triton on CUDA; on CPU its own, if they can be compiled."""
+QUANTIZATIONS = ("int8",)
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +32,39 @@ class Backend:
     elementwise: Elementwise
     experts: Experts
     products: Products
+    tape: Tape | None = None
+    """What its operations are recorded on: they compute nothing themselves."""
 
 
 TORCH = Backend(plan_attention, TorchElementwise(), TorchExperts(), TorchProducts())
 
 
-def load_backend(name: str, device: torch.device, *, deterministic: bool = True) -> Backend:
-    """``deterministic``: a row's result does not depend on its batch, products included. Raises ConfigError."""
+def load_backend(
+    name: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = True,
+    quantization: str | None = None,
+    num_threads: int = 1,
+) -> Backend:
+    """``dtype``: of activations. ``deterministic``: on CUDA, a row's result does not depend on its batch, products
+    included. ``quantization``: of layers' weights, ``int8`` on CPU.
+
+    Raises ConfigError.
+    """
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend: {name!r} is not one of {', '.join(BACKENDS)}")
-    has_triton = importlib.util.find_spec("triton") is not None
-    if name == "auto":
-        name = "triton" if device.type == "cuda" and has_triton else "torch_native"
-    if name == "torch_native":
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    chosen = _chosen(name, device, dtype)
+    if quantization is not None and chosen != "cpu":
+        raise ConfigError(f"quantization: {quantization} is for the kernels of a CPU, and these are {chosen}")
+    if chosen == "torch_native":
         return TORCH
-    if not has_triton:
+    if chosen == "cpu":
+        return _cpu(device, dtype, quantization, num_threads)
+    if importlib.util.find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed; a CUDA build of torch brings it")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("attention_backend: triton needs a GPU; on CPU it runs in its interpreter alone, for tests")
@@ -53,3 +76,23 @@ def load_backend(name: str, device: torch.device, *, deterministic: bool = True)
 
     products = TritonProducts() if deterministic else TorchProducts()
     return Backend(plan_triton_attention, TritonElementwise(), TritonExperts(), products)
+
+
+def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "triton" if importlib.util.find_spec("triton") is not None else "torch_native"
+    return "cpu" if dtype in CPU_DTYPES and load_library() is not None else "torch_native"
+
+
+def _cpu(device: torch.device, dtype: torch.dtype, quantization: str | None, num_threads: int) -> Backend:
+    if device.type != "cpu":
+        raise ConfigError(f"attention_backend: cpu does not run on {device.type}")
+    if dtype not in CPU_DTYPES:
+        raise ConfigError(f"attention_backend: cpu computes in float32 or bfloat16, not in {dtype}")
+    library = load_library()
+    if library is None:
+        raise ConfigError("attention_backend: cpu needs a C++20 compiler, and its log says what is missing")
+    tape = Tape(library, dtype, num_threads)
+    return Backend(plan_attention, CpuElementwise(tape), CpuExperts(tape), CpuProducts(tape, quantization), tape)

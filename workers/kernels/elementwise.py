@@ -11,10 +11,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import embedding, gelu, silu
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 from workers.kernels.fp8 import FP8, stored, to_fp8
+from workers.kernels.products import Weight, as_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,15 @@ class HeadNorms:
 class Elementwise(Protocol):
     """The operations of one implementation. A row's result depends on the row alone (law L14)."""
 
+    def embed(self, tokens: Tensor, table: Weight, part: tuple[int, int] | None, scale: float) -> Tensor:
+        """Rows ``tokens`` of ``table``, times ``scale``: ``[tokens, hidden]``.
+
+        ``part``: the table holds these rows of a whole one; other tokens are zeros.
+        """
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows ``index`` of ``x [rows, width]``."""
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root mean square normalization (arXiv:1910.07467) of the last dimension.
 
@@ -67,8 +77,17 @@ class Elementwise(Protocol):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """``x + delta`` normalized (as it is, without a weight), and ``x + delta``. ``[tokens, hidden]``"""
 
-    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate the first elements of each head of ``x [tokens, heads, head_dim]``."""
+    def mean_squares(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The mean squares of the parts' rows, fp32 ``[tokens, parts]``."""
+
+    def scaled_norm(self, x: Tensor, mean_squares: Tensor, ranks: int, weight: Tensor, eps: float) -> Tensor:
+        """``norm`` of rows that are shares of ``ranks``, by the sum of their mean squares ``[tokens]``."""
+
+    def rotate(self, x: Tensor, rotation: Rotation, rest: Tensor | None = None) -> Tensor:
+        """Rotate the first elements of each head of ``x [tokens, heads, head_dim]``.
+
+        ``rest [tokens, heads, dim]`` comes before them in the result.
+        """
 
     def rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, rotation: Rotation, places: Places
@@ -86,9 +105,31 @@ class Elementwise(Protocol):
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """``activation(gate) * up`` of ``[tokens, 2 * size]``, ``activation``: ``silu`` or ``gelu_pytorch_tanh``."""
 
+    def add_gated(self, x: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
+        """``x + shared * sigmoid(gate)``, ``gate [tokens, 1]``."""
+
 
 class TorchElementwise:
     """The reference."""
+
+    def embed(self, tokens: Tensor, table: Weight, part: tuple[int, int] | None, scale: float) -> Tensor:
+        rows = as_tensor(table)
+        if part is None:
+            found = embedding(tokens, rows)
+        else:
+            first, end = part
+            mine = (tokens >= first) & (tokens < end)
+            found = embedding((tokens - first).clamp(0, max(0, end - first - 1)), rows) * mine[:, None]
+        return found if scale == 1.0 else found * scale
+
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.index_select(0, index)
+
+    def mean_squares(self, parts: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([part.float().square().mean(-1) for part in parts], dim=1)
+
+    def scaled_norm(self, x: Tensor, mean_squares: Tensor, ranks: int, weight: Tensor, eps: float) -> Tensor:
+        return (x.float() * torch.rsqrt(mean_squares / ranks + eps)[:, None]).to(x.dtype) * weight
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
@@ -99,12 +140,12 @@ class TorchElementwise:
         total = x if delta is None else x + delta
         return total if weight is None else self.norm(total, weight, eps), total
 
-    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def rotate(self, x: Tensor, rotation: Rotation, rest: Tensor | None = None) -> Tensor:
         dim = rotation.cos.shape[-1]
-        turned, rest = x[..., :dim], x[..., dim:]
+        turned, kept = x[..., :dim], x[..., dim:]
         rotated = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
-        turned = turned * rotation.cos + rotated * rotation.sin
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        parts = (turned * rotation.cos + rotated * rotation.sin, kept)
+        return torch.cat(parts if rest is None else (rest, *parts), dim=-1)
 
     def rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, rotation: Rotation, places: Places
@@ -126,3 +167,6 @@ class TorchElementwise:
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (gelu(gate, approximate="tanh") if activation == "gelu_pytorch_tanh" else silu(gate)) * up
+
+    def add_gated(self, x: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
+        return x + (shared if gate is None else shared * torch.sigmoid(gate))

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
-from workers.kernels.elementwise import HeadNorms, Places, Rotation
+from workers.kernels.elementwise import HeadNorms, Places, Rotation, TorchElementwise
 from workers.kernels.fp8 import stored
-from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
+from workers.kernels.products import Weight, as_tensor
+from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
 
-GATED_BLOCK = 1024
+GATED_BLOCK = EMBED_BLOCK = 1024
 
 
-class TritonElementwise:
-    """``Elementwise`` on a GPU."""
+class TritonElementwise(TorchElementwise):
+    """``Elementwise`` on a GPU: what has no kernel here runs in torch."""
+
+    def embed(self, tokens: Tensor, table: Weight, part: tuple[int, int] | None, scale: float) -> Tensor:
+        rows = as_tensor(table)
+        size, (first, end) = rows.shape[1], part or (0, len(rows))
+        out = rows.new_empty(len(tokens), size)
+        block = min(EMBED_BLOCK, triton.next_power_of_2(size))
+        embed_kernel[len(tokens), triton.cdiv(size, block)](
+            out, tokens, rows, first, end, scale, SIZE=size, BLOCK=block, SCALED=scale != 1.0, num_warps=warps_of(block)
+        )
+        return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]) if x.stride(-1) == 1 and x.dim() == 2 else x.contiguous().flatten(0, -2)
@@ -42,10 +54,10 @@ class TritonElementwise:
             num_warps=warps_of(block), enable_fp_fusion=False,
         )  # fmt: skip
 
-    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def rotate(self, x: Tensor, rotation: Rotation, rest: Tensor | None = None) -> Tensor:
         out = x.new_empty(x.shape)
         self._rotate(out, x, x, x, None, rotation, None)
-        return out
+        return out if rest is None else torch.cat((rest, out), dim=-1)
 
     def rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms | None, rotation: Rotation, places: Places

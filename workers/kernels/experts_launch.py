@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from workers.kernels.grouped_experts import ExpertProducts
+from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
+from workers.kernels.products import as_tensor
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 
 
@@ -26,12 +27,13 @@ class ExpertBlocks:
 BLOCKS = ExpertBlocks()
 
 
-class TritonExperts:
-    """``Experts`` on a GPU."""
+class TritonExperts(TorchExperts):
+    """``Experts`` on a GPU; the choice of experts is torch's."""
 
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor, w: ExpertProducts) -> Tensor:
         tokens, top_k = chosen.shape
-        hidden_size, size = x.shape[-1], w.down.shape[-1]
+        gate_up, down = as_tensor(w.gate_up), as_tensor(w.down)
+        hidden_size, size = x.shape[-1], down.shape[-1]
         x, share = x.contiguous(), weights.contiguous()
         order, blocks, ends = sorted_blocks(chosen.flatten(), w)
         known = {
@@ -44,12 +46,12 @@ class TritonExperts:
         options = {"num_warps": BLOCKS.num_warps, "num_stages": BLOCKS.num_stages, "enable_fp_fusion": False}
         active = x.new_empty(tokens * top_k, size)
         expert_gate_kernel[len(blocks), triton.cdiv(size, BLOCKS.columns)](
-            active, x, w.gate_up, x if w.gate_up_bias is None else w.gate_up_bias, order, blocks, ends,
+            active, x, gate_up, x if w.gate_up_bias is None else w.gate_up_bias, order, blocks, ends,
             w.limit, w.alpha, TOP_K=top_k, BIAS=w.gate_up_bias is not None, CLAMPED=w.clamped, **known, **options,
         )  # fmt: skip
         out = x.new_zeros(tokens * top_k, hidden_size)
         expert_down_kernel[len(blocks), triton.cdiv(hidden_size, BLOCKS.columns)](
-            out, active, w.down, x if w.down_bias is None else w.down_bias, share, order, blocks, ends,
+            out, active, down, x if w.down_bias is None else w.down_bias, share, order, blocks, ends,
             BIAS=w.down_bias is not None, **known, **options,
         )  # fmt: skip
         return out.view(tokens, top_k, hidden_size).sum(1, dtype=torch.float32).to(x.dtype)

@@ -100,9 +100,11 @@ class TorchPlan:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         v_dim: int = 0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """See ``paged_attention``."""
-        return paged_attention(q, k_pages, v_pages, self, scale, softcap=softcap, sinks=sinks, v_dim=v_dim)
+        out = paged_attention(q, k_pages, v_pages, self, scale, softcap=softcap, sinks=sinks, v_dim=v_dim)
+        return out if v_scale == 1.0 else out * v_scale
 
 
 def plan_attention(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from workers.kernels.products import TorchProducts, Weight, as_tensor
 from workers.kernels.triton_products import product_kernel
 
 MIN_COLUMN_TILES = 96
@@ -32,17 +33,17 @@ def blocks_of(num_columns: int) -> ProductBlocks:
     return ProductBlocks(32)
 
 
-class TritonProducts:
+class TritonProducts(TorchProducts):
     """``Products`` on a GPU."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x if x.stride(-1) == 1 else x.contiguous()
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        rows, weight = x if x.stride(-1) == 1 else x.contiguous(), as_tensor(weight)
         out = x.new_empty(len(rows), len(weight))
         _launch(out.unsqueeze(1), rows.unsqueeze(1), weight.unsqueeze(0), bias)
         return out
 
-    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x if x.stride(-1) == 1 else x.contiguous()
+    def by_head(self, x: Tensor, weight: Weight) -> Tensor:
+        rows, weight = x if x.stride(-1) == 1 else x.contiguous(), as_tensor(weight)
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
         _launch(out, rows, weight, None)
         return out

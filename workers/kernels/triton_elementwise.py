@@ -109,6 +109,20 @@ def rotate_kernel(
 
 
 @triton.jit
+def embed_kernel(out, tokens, table, first, end, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
+    """Program (token, block of columns): a row of the table, which holds those of ``first`` to ``end``."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # As a number of columns: none of another rank's tokens.
+    columns = tl.where((token >= first) & (token < end), SIZE, 0)
+    found = tl.load(table + (token - first) * SIZE + i, mask=i < columns, other=0.0)
+    if SCALED:
+        found = (found.to(tl.float32) * scale).to(out.dtype.element_ty)
+    tl.store(out + row * SIZE + i, found, mask=i < SIZE)
+
+
+@triton.jit
 def latent_kernel(
     k_pages,
     latent,

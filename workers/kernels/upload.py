@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values`` on the device. The host does not wait: it copies from pinned memory, in the stream's order."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
 def upload_parts(parts: Sequence[array[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays of 32-bit integers (``i``) and floats (``f``) on the device, in one copy: int32 and fp32 tensors."""
+    """Arrays of 32-bit integers (``i``) and floats (``f``) on the device, in one copy: int32 and fp32 tensors.
+
+    The host does not wait: it copies from pinned memory, in the stream's order.
+    """
     data = b"".join(parts)
     whole = torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
     if device.type != "cpu":

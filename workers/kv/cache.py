@@ -183,8 +183,7 @@ class SessionCache(SlotStore):
         assert slot.running, f"session {slot.session_id} has no running turn to commit to"
         assert end <= slot.allocated_len, f"commit to {end} past the allocated {slot.allocated_len}"
         if end > len(slot.tokens):
-            if start < len(slot.tokens):
-                del slot.tokens[start:]
+            del slot.tokens[start:]
             slot.tokens.extend(tokens)
         else:
             slot.tokens[start:end] = tokens

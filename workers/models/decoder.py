@@ -6,14 +6,16 @@ batch of decodes can be captured as a graph, and a rank can run any step of its 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from workers.kernels.backend import TORCH, Backend
 from workers.kernels.elementwise import Places, Rotation
+from workers.kernels.products import Weight
 from workers.models.feed_forward import ExpertsWeights, MLPWeights, experts, mlp
 from workers.models.kv_pool import KVPool
 from workers.models.mixers import (
@@ -59,10 +61,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    embedding: Tensor
+    embedding: Weight
     layers: list[LayerWeights]
     final_norm: Tensor
-    head: Tensor
+    head: Weight
     """The embedding, if the two are tied."""
 
 
@@ -74,19 +76,23 @@ class Decoder:
         config: ModelConfig,
         weights: DecoderWeights,
         context_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
         group: RankGroup | None = None,
         kernels: Backend = TORCH,
     ) -> None:
-        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others."""
+        """``config`` is this rank's shard (``ModelConfig.shard``), ``group`` the ranks that hold the others.
+
+        ``dtype``: of activations.
+        """
         self.config = config
         self._kernels, self._ops = kernels, kernels.elementwise
         self._group = group
         self.weights = weights
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
-        self._embedding_scale: Tensor | None = None
-        if config.embedding_scale != 1.0:  # rounded to the weights' precision, as the checkpoint's authors do
-            self._embedding_scale = torch.full((), config.embedding_scale, dtype=self.dtype, device=self.device)
+        self.dtype, self.device = dtype, device
+        # Rounded to the weights' precision, as the checkpoint's authors do.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         groups = config.kv_groups
         self._group_of = [groups.index(group) for group in config.layer_groups]
         self._ropes: list[RopeConfig] = []
@@ -105,15 +111,23 @@ class Decoder:
         mixers = [layer.mixer for layer in self.weights.layers]
         return [mixer.kv_scales if isinstance(mixer, AttentionWeights) else (1.0, 1.0) for mixer in mixers]
 
+    def on(self, group: Callable[[RankGroup], RankGroup]) -> Decoder:
+        """The same decoder in another group, if it is in one."""
+        other = copy.copy(self)
+        other._group = None if self._group is None else group(self._group)
+        return other
+
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
         """Write the batch's KV and return fp32 logits ``[samples, vocab_size]``. For inference mode.
 
         In a group, rank 0 gets the logits; the others get their own part of the vocabulary.
         """
-        rotations = [Rotation(*(part.index_select(0, batch.positions) for part in table)) for table in self._tables]
+        return self.logits(self.hidden(batch, kv))
+
+    def hidden(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
+        """Write the batch's KV and return the samples' last hidden states ``[samples, hidden]``, normalized."""
+        rotations = [Rotation(*(self._ops.gather(part, batch.positions) for part in table)) for table in self._tables]
         hidden = self._embed(batch.tokens)
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
         delta = None
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             pages = batch.groups[self._group_of[i]]
@@ -122,10 +136,16 @@ class Decoder:
             hidden, delta = self._layer(hidden, delta, spec, weights, at)
         assert delta is not None, "a model has layers"
         rows, eps = batch.logit_rows, self.config.norm_eps
-        last, last_delta = hidden.index_select(0, rows), delta.index_select(0, rows)
-        picked, _ = self._ops.add_norm(last, last_delta, self.weights.final_norm, eps)
-        logits = self._gathered(self._kernels.products.linear(picked, self.weights.head).float())
-        cap = self.config.logit_softcap
+        last, last_delta = self._ops.gather(hidden, rows), self._ops.gather(delta, rows)
+        return self._ops.add_norm(last, last_delta, self.weights.final_norm, eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits ``[samples, vocab_size]`` of ``hidden``; in a group, see ``forward``."""
+        return self.whole_logits(self._kernels.products.logits(hidden, self.weights.head))
+
+    def whole_logits(self, part: Tensor) -> Tensor:
+        """Of this rank's part of the vocabulary."""
+        logits, cap = self._gathered(part), self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _layer(
@@ -158,12 +178,11 @@ class Decoder:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Each rank embeds the tokens of its part of the vocabulary, and zeros for the others."""
+        table, scale = self.weights.embedding, self._embedding_scale
         if self._group is None:
-            return embedding(tokens, self.weights.embedding)
-        start, end = self._group.shard.of(self.config.vocab_size)
-        mine = (tokens >= start) & (tokens < end)
-        rows = embedding((tokens - start).clamp(0, max(0, end - start - 1)), self.weights.embedding)
-        return self._group.all_reduce(rows * mine[:, None])
+            return self._ops.embed(tokens, table, None, scale)
+        part = self._group.shard.of(self.config.vocab_size)
+        return self._group.all_reduce(self._ops.embed(tokens, table, part, scale))
 
     def _sum(self, part: Tensor) -> Tensor:
         """The whole product of a row-parallel projection. Only rank 0 adds its bias."""

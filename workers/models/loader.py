@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workers.kernels.backend import TORCH, Backend
+from workers.kernels.products import Products, Weight
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.feed_forward import ExpertsWeights, MLPWeights
 from workers.models.mixers import AttentionWeights, LatentWeights
@@ -59,12 +60,14 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     context_len: int,
+    weight_dtype: torch.dtype | None = None,
     group: RankGroup | None = None,
     expert_parallel: bool = False,
     kernels: Backend = TORCH,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder to ``device`` in ``dtype``; in a group, this rank's shard.
 
+    ``weight_dtype``: of matrices, where the kernels multiply them with activations of another precision.
     ``expert_parallel``: the ranks divide the experts among them, not each expert's width.
 
     Raises UnsupportedModel for pickled weights, for sizes that do not divide by the group's ranks, and for
@@ -74,18 +77,28 @@ def load_decoder(
     part = config.shard(shard)
     with ExitStack() as stack:
         tensors = Tensors(weight_files(folder), stack, device, dtype, config.fp8_block)
-        weights = _Loader(tensors, config, part, shard).decoder()
+        weights = _Loader(tensors, config, part, shard, weight_dtype or dtype, kernels.products).decoder()
         tensors.refuse_unused(
             tied=config.tie_embeddings, num_layers=len(config.layers), num_extra_layers=config.num_extra_layers
         )
-    return Decoder(part, weights, context_len, group, kernels)
+    return Decoder(part, weights, context_len, device=device, dtype=dtype, group=group, kernels=kernels)
 
 
 class _Loader:
     """``whole`` is the model, ``part`` this rank's shard of it: layer by layer the same kinds of parts."""
 
-    def __init__(self, tensors: Tensors, whole: ModelConfig, part: ModelConfig, shard: Shard) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        whole: ModelConfig,
+        part: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        products: Products,
+    ) -> None:
+        """``dtype``: of matrices."""
         self._t, self._whole, self._part, self._shard = tensors, whole, part, shard
+        self._dtype, self._prepare = dtype, products.prepare
         self._hidden = whole.hidden_size
 
     def decoder(self) -> DecoderWeights:
@@ -134,30 +147,32 @@ class _Loader:
         return AttentionWeights(
             qkv=self._fused_qkv(name, q_size, kv_size, q, kv)
             if whole.fused_qkv
-            else self._t.stack([(f"{p}.weight", n, mine) for p, n, mine in qkv], self._hidden),
+            else self._stack([(f"{p}.weight", n, mine) for p, n, mine in qkv], self._hidden),
             qkv_bias=self._t.stack([(f"{p}.bias", n, mine) for p, n, mine in qkv]) if whole.qkv_bias else None,
             q_norm=norms[0],
             k_norm=norms[1],
             sinks=self._t.take(f"{name}.sinks", whole.num_heads, part=heads) if whole.sinks else None,
-            o=self._t.take(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
+            o=self._matrix(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
             o_bias=self._row_bias(f"{name}.o_proj.bias", whole.o_bias),
             kv_scales=(self._t.scalar(f"{name}.k_scale", 1.0), self._t.scalar(f"{name}.v_scale", 1.0)),
         )
 
-    def _fused_qkv(self, name: str, q_size: int, kv_size: int, q: Part, kv: Part) -> Tensor:
-        rows = self._t.take(f"{name}.qkv_proj.weight", q_size + 2 * kv_size, self._hidden)
+    def _fused_qkv(self, name: str, q_size: int, kv_size: int, q: Part, kv: Part) -> Weight:
+        rows = self._t.take(f"{name}.qkv_proj.weight", q_size + 2 * kv_size, self._hidden, dtype=self._dtype)
         whole = rows.split((q_size, kv_size, kv_size))
-        return torch.cat([tensor[slice(*mine)] for tensor, mine in zip(whole, (q, kv, kv), strict=True)])
+        return self._prepare(torch.cat([tensor[slice(*mine)] for tensor, mine in zip(whole, (q, kv, kv), strict=True)]))
 
     def _latent(self, name: str, spec: LatentSpec) -> LatentWeights:
         t, hidden, heads = self._t, self._hidden, spec.num_heads
         first, end = self._shard.of(heads)
         q_dim, kv_dim = spec.nope_dim + spec.rope.dim, spec.nope_dim + spec.v_dim
         q_name, q_in = ("q_b_proj", spec.q_rank) if spec.q_rank else ("q_proj", hidden)
-        q_b = t.take(f"{name}.{q_name}.weight", heads * q_dim, q_in, part=(first * q_dim, end * q_dim))
-        kv_a = t.take(f"{name}.kv_a_proj_with_mqa.weight", spec.latent_dim, hidden)
+        dtype = self._dtype
+        q_b = t.take(f"{name}.{q_name}.weight", heads * q_dim, q_in, part=(first * q_dim, end * q_dim), dtype=dtype)
+        kv_a = t.take(f"{name}.kv_a_proj_with_mqa.weight", spec.latent_dim, hidden, dtype=dtype)
         kv_a_bias = t.take(f"{name}.kv_a_proj_with_mqa.bias", spec.latent_dim) if spec.bias else None
-        kv_b = t.take(f"{name}.kv_b_proj.weight", heads * kv_dim, spec.kv_rank, part=(first * kv_dim, end * kv_dim))
+        kv_part = (first * kv_dim, end * kv_dim)
+        kv_b = t.take(f"{name}.kv_b_proj.weight", heads * kv_dim, spec.kv_rank, part=kv_part, dtype=dtype)
         key, value = kv_b.view(end - first, kv_dim, spec.kv_rank).split((spec.nope_dim, spec.v_dim), dim=1)
         if spec.interleaved:
             q_b = _halves(q_b.view(end - first, q_dim, q_in), spec.rope.dim).reshape(-1, q_in)
@@ -165,16 +180,16 @@ class _Loader:
             kv_a_bias = None if kv_a_bias is None else _halves(kv_a_bias[:, None], spec.rope.dim)[:, 0]
         v_part = (first * spec.v_dim, end * spec.v_dim)
         return LatentWeights(
-            q_a=t.take(f"{name}.q_a_proj.weight", spec.q_rank, hidden) if spec.q_rank else None,
+            q_a=self._matrix(f"{name}.q_a_proj.weight", spec.q_rank, hidden) if spec.q_rank else None,
             q_a_bias=t.take(f"{name}.q_a_proj.bias", spec.q_rank) if spec.q_rank and spec.bias else None,
             q_a_norm=self._norm(f"{name}.q_a_layernorm", spec.q_rank) if spec.q_rank else None,
-            q_b=q_b,
-            kv_a=kv_a,
+            q_b=self._prepare(q_b),
+            kv_a=self._prepare(kv_a),
             kv_a_bias=kv_a_bias,
             kv_a_norm=self._norm(f"{name}.kv_a_layernorm", spec.kv_rank),
-            key=key.contiguous(),
-            value=value.contiguous(),
-            o=t.take(f"{name}.o_proj.weight", hidden, heads * spec.v_dim, dim=1, part=v_part),
+            key=self._prepare(key.transpose(1, 2).contiguous()),
+            value=self._prepare(value.contiguous()),
+            o=self._matrix(f"{name}.o_proj.weight", hidden, heads * spec.v_dim, dim=1, part=v_part),
             o_bias=self._row_bias(f"{name}.o_proj.bias", spec.bias),
         )
 
@@ -184,14 +199,15 @@ class _Loader:
         t, size, mine = self._t, spec.size, self._shard.of(spec.size)
         gate_up = [(f"{name}.{p}_proj", size, mine) for p in ("gate", "up")]
         if spec.fused_gate_up:
-            gate, up = t.take(f"{name}.gate_up_proj.weight", 2 * size, self._hidden).chunk(2)
-            both = torch.cat((gate[slice(*mine)], up[slice(*mine)]))
+            whole = t.take(f"{name}.gate_up_proj.weight", 2 * size, self._hidden, dtype=self._dtype)
+            gate, up = whole.chunk(2)
+            both = self._prepare(torch.cat((gate[slice(*mine)], up[slice(*mine)])))
         else:
-            both = t.stack([(f"{p}.weight", n, part) for p, n, part in gate_up], self._hidden)
+            both = self._stack([(f"{p}.weight", n, part) for p, n, part in gate_up], self._hidden)
         return MLPWeights(
             gate_up=both,
             gate_up_bias=t.stack([(f"{p}.bias", n, part) for p, n, part in gate_up]) if spec.bias else None,
-            down=t.take(f"{name}.down_proj.weight", self._hidden, size, dim=1, part=mine),
+            down=self._matrix(f"{name}.down_proj.weight", self._hidden, size, dim=1, part=mine),
             down_bias=self._row_bias(f"{name}.down_proj.bias", spec.bias),
         )
 
@@ -203,15 +219,15 @@ class _Loader:
         shared = self._mlp(f"{block}.{names.shared}", whole.shared) if whole.shared is not None else None
         gate_name, bias_name = f"{block}.{names.shared}_gate.weight", f"{block}.{names.router}.e_score_correction_bias"
         return ExpertsWeights(
-            router=t.take(f"{block}.{names.router}.weight", router.num_experts, self._hidden),
+            router=self._matrix(f"{block}.{names.router}.weight", router.num_experts, self._hidden, layer=False),
             router_bias=t.take(f"{block}.{names.router}.bias", router.num_experts) if router.bias else None,
             choice_bias=t.take(bias_name, router.num_experts, dtype=torch.float32) if router.choice_bias else None,
-            gate_up=gate_up,
+            gate_up=self._prepare(gate_up),
             gate_up_bias=gate_up_bias,
-            down=down,
+            down=self._prepare(down),
             down_bias=down_bias,
             shared=shared,
-            shared_gate=t.take(gate_name, 1, self._hidden) if whole.shared_gate else None,
+            shared_gate=self._matrix(gate_name, 1, self._hidden, layer=False) if whole.shared_gate else None,
         )
 
     def _separate_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
@@ -220,8 +236,8 @@ class _Loader:
         gate_up, down = [], []
         for expert in self._local(whole, part):
             gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
-            gate_up.append(t.stack([(gate, size, mine), (up, size, mine)], hidden))
-            down.append(t.take(out, hidden, size, dim=1, part=mine))
+            gate_up.append(t.stack([(gate, size, mine), (up, size, mine)], hidden, dtype=self._dtype))
+            down.append(t.take(out, hidden, size, dim=1, part=mine, dtype=self._dtype))
         for expert in set(range(whole.router.num_experts)) - set(self._local(whole, part)):
             t.skip(f"{block}.experts.{expert}.")
         return torch.stack(gate_up), None, torch.stack(down), None
@@ -231,11 +247,11 @@ class _Loader:
         t, hidden, size, num = self._t, self._hidden, whole.size, whole.router.num_experts
         name, mine = f"{block}.experts", slice(*self._width(whole))
         if t.has(f"{name}.gate_up_proj_blocks"):
-            gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden)
-            down = t.take_mxfp4(f"{name}.down_proj", num, hidden, size)
+            gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden, dtype=self._dtype)
+            down = t.take_mxfp4(f"{name}.down_proj", num, hidden, size, dtype=self._dtype)
         else:
-            gate_up = t.take(f"{name}.gate_up_proj", num, hidden, 2 * size).transpose(1, 2)
-            down = t.take(f"{name}.down_proj", num, size, hidden).transpose(1, 2)
+            gate_up = t.take(f"{name}.gate_up_proj", num, hidden, 2 * size, dtype=self._dtype).transpose(1, 2)
+            down = t.take(f"{name}.down_proj", num, size, hidden, dtype=self._dtype).transpose(1, 2)
         bias = t.take(f"{name}.gate_up_proj_bias", num, 2 * size)
         down_bias = t.take(f"{name}.down_proj_bias", num, hidden)
         local = slice(part.first, part.first + (part.num_local or num))
@@ -263,12 +279,18 @@ class _Loader:
         bias = self._t.take(name, self._hidden) if present else None
         return bias if self._shard.rank == 0 else None
 
-    def _vocabulary(self, name: str) -> Tensor:
+    def _matrix(self, name: str, *shape: int, dim: int = 0, part: Part | None = None, layer: bool = True) -> Weight:
+        return self._prepare(self._t.take(name, *shape, dim=dim, part=part, dtype=self._dtype), layer=layer)
+
+    def _stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Weight:
+        return self._prepare(self._t.stack(parts, *shape, dtype=self._dtype))
+
+    def _vocabulary(self, name: str) -> Weight:
         """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""
         total, shard = self._whole.vocab_size, self._shard
         start, end = shard.of(total)
-        rows = self._t.take(name, total, self._hidden, part=(start, end))
-        return pad(rows, (0, 0, 0, -(-total // shard.size) - (end - start)))
+        rows = self._t.take(name, total, self._hidden, part=(start, end), dtype=self._dtype)
+        return self._prepare(pad(rows, (0, 0, 0, -(-total // shard.size) - (end - start))), layer=False)
 
 
 def _halves(weight: Tensor, rope_dim: int) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from workers.kernels.attention import AttentionPlan
 from workers.kernels.backend import Backend
 from workers.kernels.elementwise import Elementwise, HeadNorms, Places, Rotation
+from workers.kernels.products import Weight
 from workers.models.parallel import RankGroup
 from workers.models.spec import AttentionSpec, LatentSpec, QKNorm
 
@@ -40,12 +40,12 @@ class Position:
 class AttentionWeights:
     """Projections of the same input are stored as one matrix, for fewer and larger products."""
 
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     kv_scales: tuple[float, float] = (1.0, 1.0)
     """The checkpoint's, for keys and values in fp8."""
@@ -53,19 +53,19 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class LatentWeights:
-    q_a: Tensor | None
+    q_a: Weight | None
     q_a_bias: Tensor | None
     q_a_norm: Tensor | None
-    q_b: Tensor
+    q_b: Weight
     """From the factored or, without ``q_a``, from the whole input."""
-    kv_a: Tensor
+    kv_a: Weight
     kv_a_bias: Tensor | None
     kv_a_norm: Tensor
-    key: Tensor
-    """``[heads, nope_dim, kv_rank]``: a head's queries as queries of the latent."""
-    value: Tensor
+    key: Weight
+    """``[heads, kv_rank, nope_dim]``: a head's queries as queries of the latent."""
+    value: Weight
     """``[heads, v_dim, kv_rank]``: a head's values from the latent."""
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
 
 
@@ -88,9 +88,9 @@ def attention(
     q = ops.rotate_and_write(q, k, v, norms, at.rotation, at.places)
     k_pages, v_pages = at.places.k_pages, at.places.v_pages
     k_scale, v_scale = at.places.scales
-    out = at.attention.attend(q, k_pages, v_pages, spec.scale * k_scale, softcap=spec.softcap, sinks=w.sinks)
-    if v_scale != 1.0:
-        out = out * v_scale
+    out = at.attention.attend(
+        q, k_pages, v_pages, spec.scale * k_scale, softcap=spec.softcap, sinks=w.sinks, v_scale=v_scale
+    )
     return linear(out.reshape(-1, q_size), w.o, w.o_bias)
 
 
@@ -101,11 +101,9 @@ def _norm_all_heads(
     assert w.q_norm is not None and w.k_norm is not None
     if group is None:
         return ops.norm(q, w.q_norm, eps), ops.norm(k, w.k_norm, eps)
-    squares = torch.stack((q.float().square().mean(-1), k.float().square().mean(-1)))
-    q_mean, k_mean = group.all_reduce(squares) / group.shard.size
-    q = (q.float() * torch.rsqrt(q_mean + eps)[:, None]).to(q.dtype) * w.q_norm
-    k = (k.float() * torch.rsqrt(k_mean + eps)[:, None]).to(k.dtype) * w.k_norm
-    return q, k
+    of_q, of_k = group.all_reduce(ops.mean_squares((q, k))).unbind(1)
+    ranks = group.shard.size
+    return ops.scaled_norm(q, of_q, ranks, w.q_norm, eps), ops.scaled_norm(k, of_k, ranks, w.k_norm, eps)
 
 
 def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position) -> Tensor:
@@ -125,8 +123,7 @@ def latent_attention(x: Tensor, spec: LatentSpec, w: LatentWeights, at: Position
     q_nope, q_rope = queries.split((spec.nope_dim, spec.rope.dim), dim=-1)
     latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split((spec.kv_rank, spec.rope.dim), dim=-1)
     ops.write_latents(latent, w.kv_a_norm, LATENT_EPS, k_rope, at.rotation, at.places)
-    absorbed = products.by_head(q_nope, w.key.transpose(1, 2))
-    q = torch.cat((absorbed, ops.rotate(q_rope, at.rotation)), dim=-1)
+    q = ops.rotate(q_rope, at.rotation, rest=products.by_head(q_nope, w.key))
     out = at.attention.attend(q, at.places.k_pages, None, spec.scale, v_dim=spec.kv_rank)
     values = products.by_head(out, w.value)
     return linear(values.reshape(-1, spec.num_heads * spec.v_dim), w.o, w.o_bias)

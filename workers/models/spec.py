@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from holdfast.errors import UnsupportedModel
+from workers.kernels.grouped_experts import RouterSpec
 from workers.kernels.paged_attention import HeadShape
 from workers.models.parallel import Shard
 
@@ -115,26 +116,6 @@ class MLPSpec:
     def shard(self, shard: Shard) -> MLPSpec:
         _require_divides("intermediate_size", self.size, shard.size)
         return replace(self, size=self.size // shard.size)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """Which experts compute a token, and with which weights."""
-
-    num_experts: int
-    top_k: int
-    score: str = "softmax"
-    """``softmax`` or ``sigmoid`` over all experts, or ``top_softmax`` over the chosen ones."""
-    normalize: bool = False
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    """Experts are chosen from this many of the groups (DeepSeek's group-limited routing)."""
-    group_by_two: bool = False
-    """A group's score is the sum of its two best experts', not its best one's."""
-    bias: bool = False
-    choice_bias: bool = False
-    """A bias that takes part in choosing, not in weighing (arXiv:2408.15664)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Tensors:
             raise UnsupportedModel(f"{name}: must be one positive number, and has shape {tuple(value.shape)}")
         return float(value.item())
 
-    def take_mxfp4(self, name: str, *shape: int) -> Tensor:
+    def take_mxfp4(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """``[experts, rows, columns]`` from ``name_blocks`` and ``name_scales``."""
         groups = -(-shape[-1] // 32)
         blocks = self._stored(f"{name}_blocks", (*shape[:-1], groups, 16))[:]
@@ -115,18 +115,16 @@ class Tensors:
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise UnsupportedModel(f"{name}_blocks: is {blocks.dtype}; MXFP4 is stored as uint8")
         # One expert at a time: together, in fp32, they are eight times as large as stored.
-        parts = [
-            from_mxfp4(block, scale).to(self._device, self._dtype) for block, scale in zip(blocks, scales, strict=True)
-        ]
+        parts = [from_mxfp4(block, scale).to(self._device, dtype) for block, scale in zip(blocks, scales, strict=True)]
         return torch.stack(parts)[..., : shape[-1]]
 
     def skip(self, prefix: str) -> None:
         """These tensors are another rank's."""
         self._taken.update(name for name in self._by_name if name.startswith(prefix))
 
-    def stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Tensor:
-        """Parts of several tensors, concatenated along the first dimension."""
-        return torch.cat([self.take(name, size, *shape, part=part) for name, size, part in parts])
+    def stack(self, parts: list[tuple[str, int, Part]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Parts of several tensors, concatenated along the first dimension, in ``dtype`` (default: the model's)."""
+        return torch.cat([self.take(name, size, *shape, part=part, dtype=dtype) for name, size, part in parts])
 
     def refuse_unused(self, *, tied: bool, num_layers: int, num_extra_layers: int) -> None:
         """Refuse a checkpoint with tensors that nobody took: it is not what its config says."""

@@ -22,11 +22,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import blocks_of, constants
-from workers.kernels.elementwise_launch import GATED_BLOCK, warps_of
+from workers.kernels.elementwise_launch import EMBED_BLOCK, GATED_BLOCK, warps_of
 from workers.kernels.experts_launch import BLOCKS
 from workers.kernels.products_launch import blocks_of as product_blocks
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
-from workers.kernels.triton_elementwise import add_norm_kernel, gated_kernel, latent_kernel, rotate_kernel
+from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 from workers.kernels.triton_products import product_kernel
 
@@ -80,6 +80,12 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "norm, rotate, write": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
     "norm, rotate, write fp8": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
     "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "BLOCK_R": 64}),
+    "embed": (
+        embed_kernel,
+        "Gemma 2 9B",
+        warps_of(EMBED_BLOCK),
+        {"SIZE": 3584, "BLOCK": EMBED_BLOCK, "SCALED": True},
+    ),
     "activation": (
         gated_kernel,
         "Llama 3.1 8B",
@@ -103,9 +109,11 @@ EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 POINTERS = {
     **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
     **dict.fromkeys(("part_values", "part_sums"), "*fp32"),
-    **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends"), "*i64"),
+    **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends", "tokens"), "*i64"),
     **dict.fromkeys(("hidden", "bias", "share"), "*bf16"),
-    **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight"), "*bf16"),
+    **dict.fromkeys(
+        ("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight", "table"), "*bf16"
+    ),
     **dict.fromkeys(("q_out", "cos", "sin", "q_weight", "k_weight", "latent", "k_rope", "gate_up"), "*bf16"),
 }
 FLOATS = ("scale", "softcap", "eps", "limit", "alpha", "k_factor", "v_factor")

@@ -28,6 +28,20 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 @settings(max_examples=30, deadline=None)
+@given(
+    rows=ROWS,
+    size=st.integers(1, 300),
+    dtype=DTYPES,
+    scale=st.sampled_from([1.0, 7.5]),
+    part=st.sampled_from([None, (0, 9), (9, 18), (18, 20)]),
+)
+def test_embed(rows: int, size: int, dtype: torch.dtype, scale: float, part: tuple[int, int] | None) -> None:
+    tokens = torch.randint(0, 20, (rows,), generator=torch.Generator().manual_seed(rows))
+    table = randn(20 if part is None else 9, size, dtype=dtype)
+    assert torch.equal(TRITON.embed(tokens, table, part, scale), TORCH.embed(tokens, table, part, scale))
+
+
+@settings(max_examples=30, deadline=None)
 @given(rows=ROWS, size=st.integers(1, 300), dtype=DTYPES, adds=st.booleans(), norms=st.booleans(), wide=st.booleans())
 def test_add_norm(rows: int, size: int, dtype: torch.dtype, adds: bool, norms: bool, wide: bool) -> None:
     x, delta = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype, seed=1) if adds else None

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from workers.kernels.grouped_experts import RouterSpec
 from workers.models.families.dense import mlp
 from workers.models.fields import Fields
-from workers.models.spec import ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, RopeConfig, RouterSpec
+from workers.models.spec import ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, RopeConfig
 
 
 def deepseek_v2(f: Fields) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from workers.kernels.grouped_experts import RouterSpec
 from workers.models.families.dense import attention, mlp, qwen_windows, windows
 from workers.models.fields import Fields
-from workers.models.spec import AttentionSpec, ExpertsSpec, FeedForward, LayerSpec, MLPSpec, QKNorm, RouterSpec
+from workers.models.spec import AttentionSpec, ExpertsSpec, FeedForward, LayerSpec, MLPSpec, QKNorm
 
 
 def mixtral(f: Fields) -> dict[str, Any]:

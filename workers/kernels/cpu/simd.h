@@ -1,0 +1,205 @@
+// Vectors as wide as the CPU's, and what is loaded into them and stored from them: GCC's vector extensions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace holdfast {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To as(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+
+template <class T>
+inline T read(const void* at) {
+    T value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+inline Floats all(float value) { return value - Floats{}; }
+
+// What compilers do to __builtin_convertvector of these is slow.
+inline Words widened(Halves halves) {
+#if defined(__AVX512F__)
+    return as<Words>(_mm512_cvtepu16_epi32(as<__m256i>(halves)));
+#elif defined(__AVX2__)
+    return as<Words>(_mm256_cvtepu16_epi32(as<__m128i>(halves)));
+#else
+    return __builtin_convertvector(halves, Words);
+#endif
+}
+// Of words below 2^16.
+inline Halves narrowed(Words words) {
+#if defined(__AVX512F__)
+    return as<Halves>(_mm512_cvtepi32_epi16(as<__m512i>(words)));
+#elif defined(__AVX2__)
+    __m256i packed = _mm256_packus_epi32(as<__m256i>(words), _mm256_setzero_si256());
+    return as<Halves>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xD8)));
+#else
+    return __builtin_convertvector(words, Halves);
+#endif
+}
+
+inline Floats load(const float* at) { return read<Floats>(at); }
+inline Floats load(const BFloat16* at) { return as<Floats>(widened(read<Halves>(at)) << 16); }
+inline Floats load(const int8_t* at) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(at))));
+#elif defined(__AVX2__)
+    return Floats(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(at)))));
+#else
+    return __builtin_convertvector(read<Bytes>(at), Floats);
+#endif
+}
+
+inline void store(float* at, Floats value) { memcpy(at, &value, sizeof value); }
+inline void store(BFloat16* at, Floats value) {
+    // To the nearest, ties to even; NaN stays NaN.
+    Words bits = as<Words>(value);
+    Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    Words nan = as<Words>((bits & 0x7FFFFFFF) > 0x7F800000);
+    Halves halves = narrowed((rounded & ~nan) | (0x7FC0 & nan));
+    memcpy(at, &halves, sizeof halves);
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return as<float>(uint32_t(value.bits) << 16); }
+template <class T>
+inline T from_float(float value) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return value;
+    } else {
+        T lanes[LANES];
+        store(lanes, all(value));
+        return lanes[0];
+    }
+}
+
+// `count` elements, perhaps fewer than a vector; the other lanes are zero.
+template <class T>
+inline Floats load(const T* at, long count) {
+    if (count >= LANES) return load(at);
+    T lanes[LANES] = {};
+    memcpy(lanes, at, count * sizeof(T));
+    return load(lanes);
+}
+template <class T>
+inline void store(T* at, Floats value, long count) {
+    if (count >= LANES) return store(at, value);
+    T lanes[LANES];
+    store(lanes, value);
+    memcpy(at, lanes, count * sizeof(T));
+}
+
+inline float sum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+inline Floats select(Words mask, Floats yes, Floats no) {
+    return as<Floats>((as<Words>(yes) & mask) | (as<Words>(no) & ~mask));
+}
+inline Floats larger(Floats a, Floats b) { return select(as<Words>(a > b), a, b); }
+
+// e^x to 2 ulp, after Cephes' expf; exactly 1 at 0, and 0 below the smallest normal number.
+inline Floats exp(Floats x) {
+    Words below = as<Words>(x < -87.3f);
+    x = select(as<Words>(x > 88.7f), all(88.7f), select(below, all(-87.3f), x));
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Floats n = (x * 1.44269504f + magic) - magic;
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return select(below, Floats{}, p * as<Floats>(power));
+}
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// LANES rows of as many words, from byte `offset` on, as columns `to_stride` words apart.
+inline void transpose(const char* const* rows, long offset, uint32_t* to, long to_stride) {
+#if defined(__AVX512F__)
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
+        b[4 + i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
+        b[8 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        b[12 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88));
+        _mm512_storeu_si512(to + (8 + i) * to_stride, _mm512_shuffle_i32x4(b[i], b[8 + i], 0xDD));
+        _mm512_storeu_si512(to + (4 + i) * to_stride, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88));
+        _mm512_storeu_si512(to + (12 + i) * to_stride, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xDD));
+    }
+#elif defined(__AVX2__)
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = read<__m256i>(rows[i] + offset);
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        a[4 * i] = _mm256_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm256_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm256_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm256_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        __m256i low = _mm256_permute2x128_si256(a[i], a[4 + i], 0x20);
+        __m256i high = _mm256_permute2x128_si256(a[i], a[4 + i], 0x31);
+        memcpy(to + i * to_stride, &low, sizeof low);
+        memcpy(to + (4 + i) * to_stride, &high, sizeof high);
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[j * to_stride + i] = read<uint32_t>(rows[i] + offset + 4 * j);
+#endif
+}
+
+}  // namespace holdfast
