@@ -45,6 +45,10 @@ class EngineConfig:
     """Plan a step while the device computes the one before. None: on CUDA, where the host would wait otherwise."""
     grammar_timeout_s: float = 10.0
     """A turn whose grammar takes longer to compile is refused."""
+    speculative_algorithm: str = "NONE"
+    """``NGRAM``: drafts are looked up in a session's history, in predictions and in recent outputs."""
+    speculative_num_draft_tokens: int = 16
+    """Of a turn in a step, at most. Fewer where more would not pay."""
     num_threads: int = 1
     rank_lease_s: float = 2.0
     """A leader and a follower that hear nothing from each other for this long end."""

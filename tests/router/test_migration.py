@@ -222,7 +222,7 @@ async def test_an_import_evicts_no_session(tmp_path: Path) -> None:
 async def test_kv_that_is_recomputed_faster_is_not_migrated(tmp_path: Path) -> None:
     async with two_workers(tmp_path, ["s"]) as (cluster, _, _):
         target = cluster.workers["w1"]
-        target._leader.prefill_tokens_per_s, target._importer._bytes_per_s = 1e9, 1.0
+        target._leader.pace.prefill_tokens_per_s, target._importer._bytes_per_s = 1e9, 1.0
         answers = [(await migrate(cluster)).sessions_migrated for _ in range(rpc.REMEASURE_EVERY)]
         assert answers == [0] * (rpc.REMEASURE_EVERY - 1) + [1], "but it is measured again, now and then"
         assert target._importer._bytes_per_s > 1.0

@@ -22,6 +22,7 @@ from workers.engine.choice import StepResult
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream
 from workers.grammar.compiler import GrammarCompiler
+from workers.grammar.turns import Masks
 from workers.kv import (
     GroupSpec,
     PageCopy,
@@ -96,6 +97,11 @@ class SimulatedCompiler(GrammarCompiler):
 COMPILER = SimulatedCompiler()
 
 
+def _tokens_in(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(VOCABULARY) if bits >> token & 1]
+
+
 class SimulatedKV:
     """Pages of (token, chain) pairs, by KV group."""
 
@@ -152,7 +158,7 @@ class SimulatedRank:
         self._num_broadcasts = 0
 
     def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
-        """Compute each turn's chain after its share of the batch, from what the pages say of all before."""
+        """Compute each turn's chains in its share of the batch, from what the pages say of all before."""
         for group, row, column, page in table_updates:
             self._tables[group, row, column] = page
         for copy in copies:
@@ -161,6 +167,7 @@ class SimulatedRank:
         self._chains, at, fed = [], 0, self._fed(batch)
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             chain = self._chain_before(row, start, count)
+            self._chains.append([])
             for position, token in enumerate(batch.tokens[at : at + count], start):
                 if token < 0:
                     token = next(fed)
@@ -168,17 +175,19 @@ class SimulatedRank:
                 for group in range(len(self.cache.groups)):
                     page, offset = self._place(group, row, position)
                     self.kv.page(group, page)[offset] = (token, chain)
+                self._chains[-1].append(chain)
             at += count
-            self._chains.append(chain)
 
-    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> Future[StepResult]:
+    def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> Future[StepResult]:
         result, allowed = StepResult(), masks.result() if masks is not None else {}
-        for w, chain in zip(work, self._chains, strict=True):
+        for w, chains in zip(work, self._chains, strict=True):
             if w.samples and not w.turn.ended:
-                mask = int.from_bytes(allowed.get(w.turn.turn_id, b"\xff" * VOCABULARY), "little")
-                tokens = [token for token in range(VOCABULARY) if mask >> token & 1]
-                result.tokens[w.turn.turn_id] = next_token(chain, w.turn.params.seed, tokens)
-        self._chosen = list(result.tokens.values())
+                all_masks = allowed.get(w.turn.turn_id, [b"\xff" * VOCABULARY] * w.num_samples)
+                result.tokens[w.turn.turn_id] = [
+                    next_token(chain, w.turn.params.seed, _tokens_in(mask))
+                    for chain, mask in zip(chains[-w.num_samples :], all_masks, strict=True)
+                ]
+        self._chosen = [tokens[0] for tokens in result.tokens.values()]
         return self.stream.run(lambda: result)
 
     def _fed(self, batch: Batch) -> Iterator[int]:

@@ -13,9 +13,9 @@ import torch
 
 from workers.engine.choice import Choice, StepResult
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Restrictions, gumbel_noise, mixing_keys, sample
+from workers.engine.sampler import Place, Restrictions, gumbel_noise, mixing_keys, sample
 from workers.kv.slot import new_tokens
-from workers.scheduling import SamplingParams, Turn, Work
+from workers.scheduling import Draft, SamplingParams, Turn, Work
 
 PARAMS = SamplingParams(temperature=1.0)
 VOCAB = 64
@@ -34,7 +34,8 @@ def sampled(
     logits: torch.Tensor, turns: list[Turn], banned: dict[int, Any] | None = None, masks: dict[int, bytes] | None = None
 ) -> list[int]:
     """What ``sample`` chooses for turns that it has not seen before."""
-    return sample(logits, turns, Restrictions(banned or {}, masks or {}), PenaltyCounts(logits.shape[-1], CPU)).tolist()
+    places, restricted = [Place(turn) for turn in turns], Restrictions(banned or {}, masks or {})
+    return sample(logits, places, restricted, PenaltyCounts(logits.shape[-1], CPU)).tolist()
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 400) -> Counter[int]:
@@ -134,12 +135,35 @@ def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
         some = rng.sample(turns, rng.randint(1, len(turns)))
         logits = torch.randn(len(some), VOCAB)
         ours, theirs = logits.clone(), logits.clone()
-        tokens = sample(ours, some, Restrictions(), kept).tolist()
+        tokens = sample(ours, [Place(turn) for turn in some], Restrictions(), kept).tolist()
         assert tokens == sampled(theirs, some) and torch.equal(ours, theirs)
         for turn, token in zip(some, tokens, strict=True):
             turn.receive(token)
             turn.ended = rng.random() < 0.1
     assert len(kept._seen) <= 24, "as many rows as turns, by powers of two"
+
+
+def test_a_token_after_a_draft_is_chosen_as_after_the_same_tokens() -> None:
+    """Noise, penalties, what is banned: all depend on the tokens before, drafted or known."""
+    rng = random.Random(1)
+    kinds = [
+        SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=99),
+        SamplingParams(temperature=1.1, seed=5, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=0.2),
+        SamplingParams(min_tokens=5, stop_token_ids=frozenset(range(0, VOCAB, 3))),
+    ]
+    for params in kinds:
+        tokens, drafted = rng.choices(range(VOCAB), k=7), rng.choices(range(VOCAB), k=4)
+        turn = turn_of(params, tokens, 5)
+        turn.end_tokens = params.stop_token_ids
+        logits = torch.randn(5, VOCAB)
+        work = Work(turn, 0, 6, 5, True, Draft(new_tokens(drafted)))
+        together = chosen(logits.clone(), [work], [False]).tokens[turn.turn_id]
+        alone = []
+        for i in range(5):
+            longer = turn_of(params, [*tokens, *drafted[:i]], 5)
+            longer.end_tokens = params.stop_token_ids
+            alone += chosen(logits[i : i + 1].clone(), [Work(longer, 0, 6, 1, True)], [False]).tokens[longer.turn_id]
+        assert together == alone
 
 
 def test_a_mask_may_end_within_a_word() -> None:
@@ -167,23 +191,23 @@ def test_logprobs_are_the_models_own() -> None:
     work = [Work(turn, 0, 0, 1, True) for turn in turns]
     logits = logits_of([0.2, 0.5, 0.3]).repeat(3, 1)
     result = chosen(logits.clone(), work, [False] * 3)
-    first, third = (result.logprobs[turns[i].turn_id] for i in (0, 2))
+    (first,), (third,) = (result.logprobs[turns[i].turn_id] for i in (0, 2))
     assert (first.token, first.rank, first.top) == (0, 3, ()) and turns[1].turn_id not in result.logprobs
     assert math.isclose(first.logprob, math.log(0.2), rel_tol=1e-5), "before the bias"
     assert [token for token, _ in third.top] == [1, 2] and (third.token, third.rank) == (1, 1)
     assert [token for token, _ in third.wanted] == [0, 1]
     assert math.isclose(third.wanted[0][1], math.log(0.2), rel_tol=1e-5)
     only = chosen(logits.clone(), work, [True, True, False])
-    assert list(only.tokens) == [turns[2].turn_id] and only.logprobs[turns[2].turn_id] == third
+    assert list(only.tokens) == [turns[2].turn_id] and only.logprobs[turns[2].turn_id] == [third]
 
 
 def test_input_tokens_are_scored_beside_those_that_sample() -> None:
     scoring = turn_of(SamplingParams(num_logprobs=1, logprob_start=1), [0, 1, 2, 0, 1, 1], 6)
     plain = turn_of(SamplingParams(), [0], 1)
-    work = [Work(scoring, 0, 0, 4, False, range(1, 4)), Work(plain, 1, 0, 1, True)]
+    work = [Work(scoring, 0, 0, 4, False, scored=range(1, 4)), Work(plain, 1, 0, 1, True)]
     logits = torch.cat([logits_of(p) for p in ([0.1, 0.1, 0.8], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4])])
     result = chosen(logits, work, [False, False])
-    assert result.tokens == {plain.turn_id: 2} and not result.logprobs
+    assert result.tokens == {plain.turn_id: [2]} and not result.logprobs
     scored = result.input_logprobs[scoring.turn_id]
     assert [lp.token for lp in scored] == [2, 0, 1]
     assert [round(math.exp(lp.logprob), 3) for lp in scored] == [0.3, 0.6, 0.3]

@@ -6,6 +6,7 @@ import zlib
 from array import array
 
 from holdfast.errors import HoldfastError
+from workers.engine.drafts import TurnDrafts
 from workers.engine.messages import Submission, check_tokens
 from workers.engine.outputs import Outputs
 from workers.grammar.matcher import Matcher
@@ -18,8 +19,11 @@ from workers.scheduling import Finish, Scheduler, Turn
 class Admission:
     """Queues turns with a scheduler. For the leader's thread."""
 
-    def __init__(self, cache: SessionCache, scheduler: Scheduler, outputs: Outputs, vocab_size: int) -> None:
+    def __init__(
+        self, cache: SessionCache, scheduler: Scheduler, outputs: Outputs, drafts: TurnDrafts, vocab_size: int
+    ) -> None:
         self._cache = cache
+        self._drafts = drafts
         self._scheduler = scheduler
         self._outputs = outputs
         self._vocab_size = vocab_size
@@ -47,6 +51,7 @@ class Admission:
             keep_len=keep_len,
             params=submission.params,
             ephemeral=submission.ephemeral,
+            prediction=submission.prediction,
             end_tokens=submission.params.stop_token_ids | (frozenset() if ignores_eos else self._outputs.eos),
             max_len=self._scheduler.max_len,
         )
@@ -54,6 +59,7 @@ class Admission:
             finish = self._outputs.begin(turn, compiled)
             if finish is None:
                 self._scheduler.submit(turn)
+                self._drafts.begin(turn)
         except HoldfastError:
             self._outputs.forget(turn)
             raise

@@ -36,9 +36,12 @@ class Batch:
             if w.turn.in_flight:
                 tokens.append(places[w.turn])
             else:
-                tokens += w.turn.tokens[w.start : w.start + w.count]
+                tokens += w.turn.tokens[w.start : w.start + w.num_known]
+                if w.draft is not None:
+                    tokens += w.draft.tokens
         ends = list(itertools.accumulate(batch.counts))
-        batch.logit_rows = [end - 1 for end, w in zip(ends, work, strict=True) if w.samples]
+        for end, w in zip(ends, work, strict=True):
+            batch.logit_rows += range(end - w.num_samples, end)
         for end, w in zip(ends, work, strict=True):
             if w.scored:
                 batch.logit_rows += [end - w.count - w.start + p for p in w.scored]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Restrictions, sample
+from workers.engine.sampler import Place, Restrictions, sample
 from workers.kernels.upload import Download, upload_parts
 from workers.scheduling import Step, Turn, Work
 
@@ -35,8 +35,10 @@ class TokenLogprobs:
 class StepResult:
     """A step's results by turn id."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """The next one, and after a draft the one after each of its tokens, if the draft is right up to there."""
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of ``tokens``."""
     input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
@@ -65,25 +67,32 @@ class Choice:
     ``ended``: turns of ``work`` that have ended, and get nothing.
     """
 
-    def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, bytes]) -> None:
-        sampling = [(w.turn, over) for w, over in zip(work, ended, strict=True) if w.samples]
-        self._logit_rows = [i for i, (_, over) in enumerate(sampling) if not over]
-        self.turns = [turn for turn, over in sampling if not over]
-        self._restricted = _restrictions(self.turns, masks)
-        self._all_live = len(self.turns) == len(sampling)
-        firsts = accumulate((len(w.scored) for w in work), initial=len(sampling))
+    def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, Sequence[bytes]]) -> None:
+        self._logit_rows: list[int] = []
+        self._places: list[Place] = []
+        num_sampling = 0
+        for w, over in zip(work, ended, strict=True):
+            if w.samples and not over:
+                self._logit_rows += range(num_sampling, num_sampling + w.num_samples)
+                self._places.append(Place(w.turn))
+                if w.draft is not None:
+                    self._places += [Place(w.turn, part) for part in w.draft.prefixes()]
+            num_sampling += w.num_samples
+        self._restricted = _restrictions(self._places, masks)
+        self._all_live = len(self._places) == num_sampling
+        firsts = accumulate((len(w.scored) for w in work), initial=num_sampling)
         self._scored = [
             (first, w) for first, w, over in zip(firsts, work, ended, strict=False) if w.scored and not over
         ]
-        self._with_logprobs = [i for i, t in enumerate(self.turns) if t.params.num_logprobs >= 0]
-        of_rows = [self.turns[i] for i in self._with_logprobs]
+        self._with_logprobs = [i for i, place in enumerate(self._places) if place.turn.params.num_logprobs >= 0]
+        of_rows = [self._places[i].turn for i in self._with_logprobs]
         of_rows += [w.turn for _, w in self._scored for _ in w.scored]
         self._row_turns = of_rows
         self._num_top = max((t.params.num_logprobs for t in of_rows), default=0)
         self._wanted = [(i, token) for i, t in enumerate(of_rows) for token in t.params.logprob_token_ids]
 
     def queue(self, logits: Tensor, counts: PenaltyCounts) -> tuple[Tensor, Tensor]:
-        """Compute it on the device: the chosen tokens int64 ``[turns]``, and all results int32 in one row."""
+        """Compute it on the device: the chosen tokens int64 ``[places]``, and all results int32 in one row."""
         log_probs = None
         if self._row_turns:
             # Before sampling, which changes the logits.
@@ -97,11 +106,11 @@ class Choice:
             at, with_logprobs, targets_at, wanted_rows, wanted_tokens = upload_parts(parts, logits.device)
             log_probs = logits.index_select(0, at).log_softmax(dim=-1)
         chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        if self.turns:
-            picked = logits.narrow(0, 0, len(self.turns))
+        if self._places:
+            picked = logits.narrow(0, 0, len(self._places))
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
-            chosen = sample(picked, self.turns, self._restricted, counts)
+            chosen = sample(picked, self._places, self._restricted, counts)
         results = [chosen.int()]
         if log_probs is not None:
             tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])
@@ -118,12 +127,14 @@ class Choice:
         """What ``queue`` computed, on the host."""
         num_rows, result = len(self._row_turns), StepResult()
         num_top = num_rows * self._num_top
-        sizes = [len(self.turns), num_rows, num_rows, num_top, num_top, len(self._wanted)]
+        sizes = [len(self._places), num_rows, num_rows, num_top, num_top, len(self._wanted)]
         tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split(sizes)
-        result.tokens = dict(zip((turn.turn_id for turn in self.turns), tokens.tolist(), strict=True))
+        chosen = tokens.tolist()
+        for place, token in zip(self._places, chosen, strict=True):
+            result.tokens.setdefault(place.turn.turn_id, []).append(token)
         if not num_rows:
             return result
-        targets = [result.tokens[self.turns[i].turn_id] for i in self._with_logprobs]
+        targets = [chosen[i] for i in self._with_logprobs]
         for _, w in self._scored:
             targets += w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1]
         ids = top_ids.view(num_rows, -1).tolist()
@@ -141,7 +152,7 @@ class Choice:
             return TokenLogprobs(targets[i], logprobs[i], top, tuple(wanted[i]), ranked[i])
 
         for i in self._with_logprobs:
-            result.logprobs[self.turns[i].turn_id] = next_row()
+            result.logprobs.setdefault(self._places[i].turn.turn_id, []).append(next_row())
         for _, w in self._scored:
             result.input_logprobs[w.turn.turn_id] = [next_row() for _ in w.scored]
         return result
@@ -158,12 +169,12 @@ class PendingChoice:
         return choice.read(download.wait())
 
 
-def _restrictions(turns: Sequence[Turn], masks: Mapping[str, bytes]) -> Restrictions:
+def _restrictions(places: Sequence[Place], masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
     restricted = Restrictions()
-    for i, turn in enumerate(turns):
+    for i, (turn, drafted) in enumerate(places):
         if masks and turn.turn_id in masks:
-            restricted.masks[i] = masks[turn.turn_id]
-        if turn.params.min_tokens and (banned := turn.banned_tokens):
+            restricted.masks[i] = masks[turn.turn_id][len(drafted)]
+        if turn.params.min_tokens and (banned := turn.banned_tokens(len(drafted))):
             restricted.banned[i] = banned
     for i in restricted.banned.keys() & restricted.masks.keys():
         allowed = int.from_bytes(restricted.masks[i], "little")

@@ -23,11 +23,13 @@ from workers.engine.batch import Batch
 from workers.engine.choice import InFlight, StepResult
 from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
+from workers.engine.drafts import TurnDrafts
 from workers.engine.epochs import SessionEpochs
 from workers.engine.grammar_gate import GrammarGate
 from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
+from workers.engine.pace import Pace
 from workers.engine.rank import Rank
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
@@ -35,11 +37,9 @@ from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
 from workers.grammar.turns import TurnGrammars
 from workers.kv import Outcome
-from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn
+from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn, Work
 
 T = TypeVar("T")
-PREFILL_TOKENS = 128
-"""A step of at least this many tokens measures prefill speed; a smaller one measures a step's overhead."""
 IDLE_WAIT_S = 0.5
 
 
@@ -75,23 +75,23 @@ class Leader:
             max_running=config.max_running_requests,
             max_waiting=config.max_queued_requests,
         )
-        self.scheduler = Scheduler(self.cache, limits)
+        self.counters: Counter[str] = Counter()
+        grammars = TurnGrammars(self.rank.grammar_compiler, self._grammar_executor)
+        num_draft = config.speculative_num_draft_tokens
+        self.drafts = TurnDrafts(config.speculative_algorithm, num_draft, grammars, self.counters)
+        self.scheduler = Scheduler(self.cache, limits, self.drafts)
         self.epochs = SessionEpochs()
         self.migrations = KVMigrations(self)
-        self.prefill_tokens_per_s = 0.0
-        """A moving average; 0 before the first measurement."""
-        self.counters: Counter[str] = Counter()
+        self.pace = Pace()
         self._emit = emit
         self._on_crash = on_crash
-        grammars = TurnGrammars(self.rank.grammar_compiler, self._grammar_executor)
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
         vocab_size = self.rank.model_config.vocab_size
-        self._admission = Admission(self.cache, self.scheduler, self._outputs, vocab_size)
+        self._admission = Admission(self.cache, self.scheduler, self._outputs, self.drafts, vocab_size)
         self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
         self._in_flight: InFlight | None = None
-        self._collected_at = 0.0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-leader", daemon=True)
 
@@ -110,9 +110,11 @@ class Leader:
 
         With overlap, what is collected is the step before: the device computes one step while the host
         collects the last and plans the next. What a step samples depends on what was collected, so it is
-        chosen after that: penalties, grammars and ends are exact.
+        chosen after that: penalties, grammars and ends are exact. Around drafts it is collected first.
         """
         self._updates |= self._gate.end_overdue()
+        if self._in_flight and self.drafts.need_results(self._in_flight.step, self.scheduler.running.values()):
+            self.collect()
         step = self.scheduler.plan()
         batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight is not None else ())
         self._replication.write(batch)
@@ -127,14 +129,16 @@ class Leader:
 
     def _choose(self, step: Step, began: float) -> InFlight:
         """Have the device choose the tokens of a step that is launched."""
-        live = [work.turn for work in step.work if work.samples and not work.turn.ended]
+        live = [work for work in step.work if work.samples and not work.turn.ended]
         pending = self.rank.choose(step.work, self._outputs.masks(live))
-        return InFlight(step, live, began, self.log.last_index, pending)
+        return InFlight(step, [work.turn for work in live], began, self.log.last_index, pending)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
         idle = not self.scheduler.has_work and self._in_flight is None
         while True:
+            if idle:
+                self.pace.idle()
             try:
                 command = self._commands.get(timeout=IDLE_WAIT_S) if idle else self._commands.get_nowait()
             except queue.Empty:
@@ -150,12 +154,12 @@ class Leader:
             return
         launched, self._in_flight = self._in_flight, None
         result = launched.pending.result()
-        now = time.monotonic()
-        self._measure_prefill(launched.step, now - max(launched.began, self._collected_at))
-        self._collected_at = now
+        seconds = self.pace.collected(launched.step, launched.began)
+        if seconds is not None:
+            self.drafts.measure(launched.step, seconds)
         self.counters["steps"] += 1
         self.counters["computed_tokens"] += sum(work.count for work in launched.step.work)
-        self.counters["generated_tokens"] += len(result.tokens)
+        ends = []
         for work in launched.step.work:
             turn = work.turn
             if turn.ended:
@@ -163,34 +167,41 @@ class Leader:
             if work.scored:
                 self._update_of(turn).input_logprobs += result.input_logprobs[turn.turn_id]
             if work.samples:
-                self._receive(turn, result)
+                end = self._receive(work, result)
+                if end is not None:
+                    ends.append((turn, *end))
+        self.scheduler.settle_drafts(launched.step)
+        for turn, outcome, reason in ends:
+            self._end(turn, outcome, reason)
         self._emit_updates(launched.log_index)
 
-    def _measure_prefill(self, step: Step, seconds: float) -> None:
-        num_tokens = sum(work.count for work in step.work)
-        if num_tokens >= PREFILL_TOKENS and seconds > 0:
-            before = self.prefill_tokens_per_s or num_tokens / seconds
-            self.prefill_tokens_per_s = 0.5 * (before + num_tokens / seconds)
-
-    def _receive(self, turn: Turn, result: StepResult) -> None:
-        """A turn's next token: what it means for the turn."""
+    def _receive(self, work: Work, result: StepResult) -> tuple[Outcome, Finish | HoldfastError] | None:
+        """A turn's next tokens. Returns how it ends, if it does: nothing beyond that is received."""
+        turn, draft = work.turn, work.draft
         if not turn.params.max_tokens:  # only its input is scored
-            self._end(turn, Outcome.COMPLETED, Finish("length"))
-            return
-        turn_id = turn.turn_id
-        token = result.tokens[turn_id]
-        turn.receive(token)
+            return Outcome.COMPLETED, Finish("length")
+        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id, ())
+        num_accepted = draft.accepted(samples) if draft is not None else 0
+        num_received, end = 0, None
+        while end is None and num_received <= num_accepted:
+            turn.receive(samples[num_received])
+            num_received += 1
+            end = self._end_of(turn)
         update = self._update_of(turn)
-        update.tokens.append(token)
-        if result.logprobs and turn_id in result.logprobs:
-            update.logprobs.append(result.logprobs[turn_id])
+        update.tokens += samples[:num_received]
+        update.logprobs += logprobs[:num_received]
+        self.counters["generated_tokens"] += num_received
+        self.drafts.receive(work, num_received, num_accepted)
+        update.drafts = turn.drafts
+        return end
+
+    def _end_of(self, turn: Turn) -> tuple[Outcome, Finish | HoldfastError] | None:
+        """What the turn's last token means for it."""
         try:
             finish = self._outputs.push(turn)
         except InvalidRequest as error:
-            self._end(turn, Outcome.ABORTED, error)
-            return
-        if finish is not None:
-            self._end(turn, Outcome.COMPLETED, finish)
+            return Outcome.ABORTED, error
+        return (Outcome.COMPLETED, finish) if finish is not None else None
 
     def _update_of(self, turn: Turn) -> TurnUpdate:
         update = self._updates.get(turn.turn_id)
@@ -252,6 +263,7 @@ class Leader:
             self._updates |= self._gate.end(lambda s: s.session_id == session_id, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id)
+            self.drafts.release(session_id)
             self.epochs.forget(session_id)
 
         def release() -> None:
@@ -383,5 +395,6 @@ class Leader:
             self.counters[f"finished_{reason.reason}"] += 1
         self.scheduler.finish(turn, outcome)
         self._outputs.forget(turn)
+        self.drafts.forget(turn)
         for waiting in self._after_turn.pop(turn.session_id, []):
             waiting()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from workers.engine.choice import TokenLogprobs
-from workers.scheduling import Finish, SamplingParams
+from workers.scheduling import DraftCounts, Finish, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Submission:
     prompt_len: int
     params: SamplingParams
     ephemeral: bool = False
+    prediction: array[int] = field(default_factory=lambda: array("i"))
+    """Tokens that the output may repeat."""
     prefix_len: int = 0
     prefix_crc: int = 0
     """CRC-32 of those tokens as the router knows them."""
@@ -33,6 +35,9 @@ def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) ->
     new = submission.tokens  # the prefix was checked when it was submitted
     if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
         raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
+    predicted = submission.prediction
+    if predicted and not 0 <= min(predicted) <= max(predicted) < vocab_size:
+        raise InvalidRequest(f"prediction: each token must be from 0 to {vocab_size - 1}", "prediction")
     if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
         raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}", "stop_token_ids")
     if any(not 0 <= token < vocab_size for token in submission.params.logprob_token_ids):
@@ -51,6 +56,8 @@ class TurnUpdate:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     input_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_len: int | None = None
+    drafts: DraftCounts | None = None
+    """Of the turn so far, once it had a draft."""
     finish: Finish | None = None
     error: HoldfastError | None = None
     needs_history: bool = False

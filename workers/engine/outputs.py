@@ -9,8 +9,8 @@ from pathlib import Path
 from workers.engine.stops import Stops
 from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
-from workers.grammar.turns import TurnGrammars
-from workers.scheduling import Finish, SamplingParams, Turn
+from workers.grammar.turns import Masks, TurnGrammars
+from workers.scheduling import Finish, SamplingParams, Turn, Work
 
 
 class Outputs:
@@ -49,9 +49,9 @@ class Outputs:
         self.grammars.push(turn)
         return self._finish(turn, 1)
 
-    def masks(self, turns: Sequence[Turn]) -> Future[dict[str, bytes]] | None:
+    def masks(self, work: Sequence[Work]) -> Future[Masks] | None:
         """See ``TurnGrammars.masks``."""
-        return self.grammars.masks(turns)
+        return self.grammars.masks(work)
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""

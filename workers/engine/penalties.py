@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from workers.scheduling import SamplingParams, Turn
 class NewTokens:
     """What the counts lack. Arrays of one length, for ``PenaltyCounts.add``."""
 
-    rows: array[int]
-    tokens: array[int]
-    is_output: array[int]
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    is_output: array[int] = field(default_factory=lambda: array("i"))
 
 
 class PenaltyCounts:
@@ -39,7 +39,7 @@ class PenaltyCounts:
         """The turns' rows, and what is to be added to them. Rows of turns that have ended are free again."""
         for turn in [turn for turn in self._counted if turn.ended]:
             self._free.append(self._counted.pop(turn)[0])
-        rows, new = [], NewTokens(array("i"), array("i"), array("i"))
+        rows, new = [], NewTokens()
         for turn in turns:
             row, done = self._counted.get(turn) or (self._new_row(), 0)
             total = len(turn.tokens)
@@ -68,9 +68,16 @@ class PenaltyCounts:
         self._seen.index_put_((rows, tokens), torch.ones_like(rows, dtype=torch.bool))
         self._output.index_put_((rows, tokens), is_output, accumulate=True)
 
-    def penalize(self, logits: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-        """``logits [n, vocab]`` of the turns with these rows, after their penalties, each ``[n, 1]``."""
+    def penalize(self, logits: Tensor, rows: Tensor, penalties: Tensor, drafted: tuple[Tensor, Tensor]) -> Tensor:
+        """``logits [n, vocab]`` of the turns with these rows, after their ``penalties [3, n, 1]``.
+
+        ``drafted``: of the ``n`` places, and the tokens that precede them beside those that are counted.
+        """
         seen, output = self._seen.index_select(0, rows), self._output.index_select(0, rows)
+        if len(drafted[0]):
+            seen.index_put_(drafted, torch.ones_like(drafted[0], dtype=torch.bool))
+            output.index_put_(drafted, torch.ones_like(drafted[0], dtype=torch.int32), accumulate=True)
+        repetition, presence, frequency = penalties
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, repeated, logits)
         return logits - torch.where(output > 0, presence + frequency * output, 0.0)

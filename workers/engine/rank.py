@@ -20,6 +20,7 @@ from workers.engine.penalties import PenaltyCounts
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
+from workers.grammar.turns import Masks
 from workers.kernels.backend import load_backend
 from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.fp8 import FP8
@@ -112,7 +113,7 @@ class Rank:
         self.cache.finish_copies(len(copies))
         self.stream.run(partial(self._forward, batch, copies, table_updates))
 
-    def choose(self, work: Sequence[Work], masks: Future[dict[str, bytes]] | None = None) -> PendingChoice:
+    def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> PendingChoice:
         """Queue the choice of the next tokens of the step that was launched last. In a group, for its leader.
 
         Turns that have ended get none. ``masks``: see ``TurnGrammars.masks``.
@@ -132,7 +133,7 @@ class Rank:
 
     @torch.inference_mode()
     def _choose(
-        self, work: Sequence[Work], ended: Sequence[bool], masks: Future[dict[str, bytes]] | None
+        self, work: Sequence[Work], ended: Sequence[bool], masks: Future[Masks] | None
     ) -> tuple[Choice, Download]:
         logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
         choice = Choice(work, ended, masks.result() if masks is not None else {})

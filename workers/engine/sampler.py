@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +34,31 @@ class Restrictions:
     """The token ids that a grammar allows, a bit each, lowest first. Some of them is not banned."""
 
 
-def sample(logits: Tensor, turns: Sequence[Turn], restricted: Restrictions, counts: PenaltyCounts) -> Tensor:
-    """One token a turn, int64 ``[turns]``, from fp32 ``logits [turns, vocab]``, which is changed in place."""
-    params = [turn.params for turn in turns]
+class Place(NamedTuple):
+    """Where a token is chosen: after a turn's tokens, and after these of its draft."""
+
+    turn: Turn
+    drafted: array[int] = array("i")
+
+    @property
+    def position(self) -> int:
+        return len(self.turn.tokens) + len(self.drafted)
+
+
+def sample(logits: Tensor, places: Sequence[Place], restricted: Restrictions, counts: PenaltyCounts) -> Tensor:
+    """One token a place, int64 ``[places]``, from fp32 ``logits [places, vocab]``, which is changed in place."""
+    params = [place.turn.params for place in places]
     penalized = [i for i, p in enumerate(params) if p.penalized]
     drawn = [i for i, p in enumerate(params) if p.temperature > 0]
     biases = _biases(params, restricted.banned)
     if not (penalized or drawn or biases[0] or restricted.masks):
         return logits.argmax(dim=-1)
-    count_rows, new = counts.rows_of([turns[i] for i in penalized])
+    count_rows, new = counts.rows_of([places[i].turn for i in penalized])
+    drafted = [(row, token) for row, i in enumerate(penalized) for token in places[i].drafted]
     picked_params = [params[i] for i in drawn]
-    keys = mixing_keys([(params[i].seed, len(turns[i].tokens)) for i in drawn])
+    keys = mixing_keys([(params[i].seed, places[i].position) for i in drawn])
     ints = [array("i", part) for part in (biases[0], biases[1], penalized, count_rows)]
+    ints += [array("i", [pair[i] for pair in drafted]) for i in (0, 1)]
     ints += [new.rows, new.tokens, new.is_output, array("i", drawn), keys]
     ints.append(array("i", [p.top_k or logits.shape[-1] for p in picked_params]))
     floats = [array("f", biases[2]), penalties_of([params[i] for i in penalized])]
@@ -54,15 +68,18 @@ def sample(logits: Tensor, turns: Sequence[Turn], restricted: Restrictions, coun
         array("f", [p.min_p for p in picked_params]),
     ]
     sent = upload_parts([*ints, *floats], logits.device)
-    bias_rows, bias_tokens, at, count_at, new_rows, new_tokens, is_output, drawn_at, keys_at, top_k = sent[: len(ints)]
+    bias_rows, bias_tokens, at, count_at, drafted_rows, drafted_tokens, *new_counts, drawn_at, keys_at, top_k = sent[
+        : len(ints)
+    ]
     bias_values, penalties, temperature, top_p, min_p = sent[len(ints) :]
 
     if biases[0]:
         logits.index_put_((bias_rows, bias_tokens), bias_values, accumulate=True)
     if penalized:
-        counts.add(new_rows, new_tokens, is_output)
-        repetition, presence, frequency = penalties.view(3, -1, 1)
-        kept = counts.penalize(logits.index_select(0, at), count_at, repetition, presence, frequency)
+        counts.add(*new_counts)
+        kept = counts.penalize(
+            logits.index_select(0, at), count_at, penalties.view(3, -1, 1), (drafted_rows, drafted_tokens)
+        )
         logits.index_put_((at,), kept)
     if restricted.masks:
         _mask(logits, restricted.masks)

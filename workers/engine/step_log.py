@@ -105,6 +105,10 @@ class RecordedCache(SessionCache):
             op = rank_pb2.CommitOp(rows=self._rows_of(computed), counts=counts, tokens=tokens)
             self.record(rank_pb2.Op(commit=op))
 
+    def cut_tails(self, session_ids: Sequence[str]) -> None:
+        super().cut_tails(session_ids)
+        self.record(rank_pb2.Op(cut_tails=rank_pb2.CutTailsOp(rows=self._rows_of(session_ids))))
+
     def finish(self, session_id: str, turn_id: str, outcome: Outcome, known: array[int] | None = None) -> None:
         super().finish(session_id, turn_id, outcome, known)
         op = rank_pb2.FinishOp(session_id=session_id, turn_id=turn_id, outcome=outcome.value)
@@ -259,6 +263,8 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
             spans = zip([0, *ends], ends, strict=False)
             parts = (tokens[start:end] for start, end in spans)
             cache.commit(dict(zip(_session_ids(cache, op.commit.rows), parts, strict=True)))
+        case "cut_tails":
+            cache.cut_tails(_session_ids(cache, op.cut_tails.rows))
         case "open":
             cache.open(op.open.session_id, op.open.tenant, ephemeral=op.open.ephemeral)
         case "resume":

@@ -17,6 +17,9 @@ class Matcher(Protocol):
     def consume_token(self, sampled_token: int) -> bool:
         """Take the next token. False: the matcher failed, and stays so."""
 
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of these tokens, from the first on, may come next. Takes none."""
+
     def is_stopped(self) -> bool:
         """Whether no token but the end token can follow, or the matcher failed."""
 

@@ -104,6 +104,18 @@ class SessionCache(SlotStore):
                 return num_done
         return len(session_ids)
 
+    def free_positions(self, session_id: str) -> int:
+        """How many positions past ``committed_len`` a running turn can hold without evicting anything."""
+        slot = self._slot(session_id)
+        columns = [len(slot.tables[group.index].pages) + group.pool.num_free for group in self.groups]
+        return min(columns) * self.page_size - slot.committed_len
+
+    def cut_tails(self, session_ids: Sequence[str]) -> None:
+        """Cut running turns to what is committed: positions of drafts that were not accepted are a tail (law L3)."""
+        for session_id in session_ids:
+            slot = self._slot(session_id)
+            self._cut(slot, slot.committed_len)
+
     def extend_imported(
         self, session_id: str, num_tokens: int, turn_starts: Sequence[int], columns: Sequence[Collection[int]]
     ) -> None:

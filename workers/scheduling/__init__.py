@@ -1,6 +1,19 @@
 """Scheduling: turns, admission, chunked prefill, retract. Pure and deterministic."""
 
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits, Step, Work
-from workers.scheduling.turn import Finish, Grammar, SamplingParams, Turn
+from workers.scheduling.speculation import Draft, Speculation
+from workers.scheduling.turn import DraftCounts, Finish, Grammar, SamplingParams, Turn
 
-__all__ = ["Finish", "Grammar", "SamplingParams", "Scheduler", "SchedulerLimits", "Step", "Turn", "Work"]
+__all__ = [
+    "Draft",
+    "DraftCounts",
+    "Finish",
+    "Grammar",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerLimits",
+    "Speculation",
+    "Step",
+    "Turn",
+    "Work",
+]

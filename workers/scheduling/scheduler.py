@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
 from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
 from workers.kv.page_table import GroupTables
+from workers.scheduling.speculation import Draft
 from workers.scheduling.turn import Turn
 
 
@@ -48,8 +50,20 @@ class Work:
     count: int
     samples: bool
     """Whether the share reaches the last token, whose logits give the next one."""
+    draft: Draft | None = None
+    """What the share's last tokens are a guess of: each of them, and the token before, has logits that choose."""
     scored: range = range(0)
     """Positions of this share whose logits score an input token, the one after each."""
+
+    @property
+    def num_known(self) -> int:
+        """The tokens of the share that are no guess."""
+        return self.count - (len(self.draft.tokens) if self.draft is not None else 0)
+
+    @property
+    def num_samples(self) -> int:
+        """How many tokens it chooses: one, and one after each token of a draft."""
+        return self.samples * (1 + self.count - self.num_known)
 
 
 @dataclass(slots=True)
@@ -61,11 +75,19 @@ class Step:
     table_updates: list[TableUpdate] = field(default_factory=list)
 
 
+class Drafts(Protocol):
+    """What proposes the tokens that may follow a turn's last one."""
+
+    def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        """At least one token, at most ``limit``, in a step of ``num_rows`` turns."""
+
+
 class Scheduler:
     """Waiting and running turns over one session cache. Uses the order of arrival, no clock."""
 
-    def __init__(self, cache: SessionCache, limits: SchedulerLimits) -> None:
+    def __init__(self, cache: SessionCache, limits: SchedulerLimits, drafts: Drafts | None = None) -> None:
         self.cache = cache
+        self.drafts = drafts
         self.limits = limits
         self.max_len = min(limits.context_len, *(self._max_len(group) for group in cache.groups))
         self.waiting: deque[Turn] = deque()
@@ -111,6 +133,8 @@ class Scheduler:
         num_prefills = len(self.running) - len(work)
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
         self._plan_prefills(work, budget)
+        if self.drafts is not None:
+            self._plan_drafts(work, self.drafts)
 
     def retract_all(self) -> None:
         """Return every running turn to the queue."""
@@ -128,11 +152,20 @@ class Scheduler:
         Of turns that ended meanwhile, nothing is committed. The others' next tokens are in flight now.
         """
         live = [w for w in step.work if not w.turn.ended]
-        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.count] for w in live})
+        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.num_known] for w in live})
         for w in live:
             w.turn.in_flight = w.samples
             if w.scored:
                 w.turn.num_scored = w.scored.stop
+
+    def settle_drafts(self, step: Step) -> None:
+        """A step's tokens are received: commit what was accepted of its drafts, and cut the tails."""
+        turns = [w.turn for w in step.work if w.draft is not None and w.turn.turn_id in self.running]
+        if not turns:
+            return
+        lens = {turn: self.cache.slots[turn.session_id].committed_len for turn in turns}
+        self.cache.commit({t.session_id: t.tokens[n:-1] for t, n in lens.items() if n < len(t.tokens) - 1})
+        self.cache.cut_tails([turn.session_id for turn in turns])
 
     def finish(self, turn: Turn, outcome: Outcome) -> None:
         """End a turn that is waiting, running or retracted (law L7). Idempotent."""
@@ -177,7 +210,7 @@ class Scheduler:
         scored, first = range(0), turn.first_unscored
         if first is not None:
             scored = range(max(start, first), min(start + count, turn.prompt_len - 1))
-        return Work(turn, slot.row, start, count, start + count >= len(turn.tokens), scored)
+        return Work(turn, slot.row, start, count, start + count >= len(turn.tokens), scored=scored)
 
     def _plan_decodes(self, work: dict[str, Work]) -> None:
         slots = self.cache.slots  # inlines ``_todo`` and ``_work``: this runs for every turn in most steps
@@ -238,6 +271,25 @@ class Scheduler:
             except OutOfPages:
                 self._retract(self._last_running(), work)
         return turn.turn_id in self.running
+
+    def _plan_drafts(self, work: dict[str, Work], drafts: Drafts) -> None:
+        """Extend decodes by drafts, with what the step has left, into free pages alone.
+
+        A guess evicts nothing, retracts nothing, and delays no prefill.
+        """
+        budget, num_rows = self.limits.step_tokens - sum(w.count for w in work.values()), len(work)
+        for w in list(work.values()):
+            turn = w.turn
+            if budget <= 0 or not w.samples or w.count != 1 or turn.in_flight:
+                continue
+            free = self.cache.free_positions(turn.session_id)
+            limit = min(budget, free - 1, turn.end_len - len(turn.tokens) - 1)
+            draft = drafts.propose(turn, limit, num_rows) if limit > 0 else None
+            if draft is not None:
+                w.count += len(draft.tokens)
+                w.draft = draft
+                budget -= len(draft.tokens)
+                self.cache.extend(turn.session_id, w.count)
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:
         """Admit turns in order until ``budget`` tokens are planned. Returns how many were."""

@@ -67,6 +67,28 @@ class Finish(NamedTuple):
     matched: int | str | None = None
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of a turn's drafts."""
+
+    verify_steps: int = 0
+    """Steps that computed one."""
+    proposed: int = 0
+    accepted: int = 0
+    prediction_proposed: int = 0
+    """Of the request's prediction."""
+    prediction_accepted: int = 0
+
+    def add(self, proposed: int, accepted: int, *, is_predicted: bool) -> None:
+        """A step computed a draft."""
+        self.verify_steps += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        if is_predicted:
+            self.prediction_proposed += proposed
+            self.prediction_accepted += accepted
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One request. ``tokens`` is the whole sequence so far: history, input, output."""
@@ -93,6 +115,10 @@ class Turn:
     in_flight: bool = False
     """The device has been told to choose the next token, and it is not known here yet."""
     ended: bool = False
+    prediction: array[int] = field(default_factory=lambda: array("i"))
+    """What the output may repeat, by the request: a source of drafts."""
+    drafts: DraftCounts | None = None
+    """None: it had none yet."""
     num_scored: int = 0
     """Positions of the prompt below this one need not be scored any more."""
 
@@ -111,10 +137,9 @@ class Turn:
         first = max(self.params.logprob_start, self.num_scored)
         return first if first < self.prompt_len - 1 else None
 
-    @property
-    def banned_tokens(self) -> frozenset[int]:
-        """Tokens that would end the turn before ``min_tokens``."""
-        return self.end_tokens if self.num_output < self.params.min_tokens else frozenset()
+    def banned_tokens(self, num_drafted: int = 0) -> frozenset[int]:
+        """Tokens that would end the turn before ``min_tokens``, ``num_drafted`` tokens from now."""
+        return self.end_tokens if self.num_output + num_drafted < self.params.min_tokens else frozenset()
 
     @property
     def is_full(self) -> bool:
@@ -128,6 +153,6 @@ class Turn:
         return Finish("length") if len(self.tokens) >= self.end_len else None
 
     def receive(self, token: int) -> None:
-        """Append the token that was in flight."""
+        """Append the token that was in flight, or the next of those that a draft brought."""
         self.in_flight = False
         self.tokens.append(token)

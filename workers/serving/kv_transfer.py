@@ -167,7 +167,7 @@ class Importer:
         return worker_pb2.ImportResponse(committed_len=reached, pages=pending.num_pages, bytes=num_bytes)
 
     def _refuse_slow(self, pending: PendingImport) -> None:
-        speed, bandwidth = self._leader.prefill_tokens_per_s, self._bytes_per_s
+        speed, bandwidth = self._leader.pace.prefill_tokens_per_s, self._bytes_per_s
         if not speed or not bandwidth:
             return
         rank = self._leader.rank

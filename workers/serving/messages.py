@@ -18,7 +18,7 @@ MIN_TEMPERATURE = 1e-5
 def submission_of(submit: worker_pb2.Submit) -> Submission:
     """Raises InvalidRequest for tokens that are not whole integers."""
     try:
-        tokens = unpack_tokens(submit.tokens)
+        tokens, prediction = unpack_tokens(submit.tokens), unpack_tokens(submit.sampling.prediction)
     except ValueError:
         raise InvalidRequest("tokens: not a whole number of 32-bit integers") from None
     return Submission(
@@ -30,6 +30,7 @@ def submission_of(submit: worker_pb2.Submit) -> Submission:
         prompt_len=submit.prompt_len,
         params=sampling_params(submit.sampling),
         ephemeral=submit.ephemeral,
+        prediction=prediction,
         prefix_len=submit.prefix_len,
         prefix_crc=submit.prefix_crc,
     )
@@ -90,6 +91,17 @@ def update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:
         cached_len=update.cached_len,
         needs_history=update.needs_history,
     )
+    if update.drafts is not None:
+        drafts = update.drafts
+        message.speculation.CopyFrom(
+            worker_pb2.Speculation(
+                verify_steps=drafts.verify_steps,
+                proposed=drafts.proposed,
+                accepted=drafts.accepted,
+                prediction_proposed=drafts.prediction_proposed,
+                prediction_accepted=drafts.prediction_accepted,
+            )
+        )
     if update.finish is not None:
         message.finish_reason = update.finish.reason
         if isinstance(update.finish.matched, int):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from holdfast.v1 import worker_pb2 as holdfast_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16holdfast/v1/rank.proto\x12\x0bholdfast.v1\x1a\x18holdfast/v1/worker.proto\"b\n\rLeaderMessage\x12!\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x11.holdfast.v1.BeatH\x00\x12#\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.EntryH\x00\x42\t\n\x07message\"\xae\x01\n\x0bRankMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.holdfast.v1.RankHelloH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.holdfast.v1.BeatH\x00\x12\x1f\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x10.holdfast.v1.AckH\x00\x12\'\n\x07refusal\x18\x04 \x01(\x0b\x32\x14.holdfast.v1.RefusalH\x00\x42\t\n\x07message\"\x06\n\x04\x42\x65\x61t\"Y\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"|\n\x05\x45ntry\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x03\x12\x1c\n\x03ops\x18\x03 \x03(\x0b\x32\x0f.holdfast.v1.Op\x12!\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x12.holdfast.v1.Batch\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"\x84\x04\n\x02Op\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.OpenOpH\x00\x12\'\n\x06resume\x18\x02 \x01(\x0b\x32\x15.holdfast.v1.ResumeOpH\x00\x12\'\n\x06\x65xtend\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.ExtendOpH\x00\x12\'\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.CommitOpH\x00\x12\'\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x15.holdfast.v1.FinishOpH\x00\x12,\n\tfree_tail\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.FreeTailOpH\x00\x12)\n\x07release\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.ReleaseOpH\x00\x12#\n\x04\x66ork\x18\x08 \x01(\x0b\x32\x13.holdfast.v1.ForkOpH\x00\x12%\n\x05\x66lush\x18\t \x01(\x0b\x32\x14.holdfast.v1.FlushOpH\x00\x12)\n\x07measure\x18\n \x01(\x0b\x32\x16.holdfast.v1.MeasureOpH\x00\x12%\n\x05\x61udit\x18\x0b \x01(\x0b\x32\x14.holdfast.v1.AuditOpH\x00\x12\x38\n\x0f\x65xtend_imported\x18\x0c \x01(\x0b\x32\x1d.holdfast.v1.ExtendImportedOpH\x00\x42\x04\n\x02op\"?\n\x06OpenOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tephemeral\x18\x03 \x01(\x08\"g\n\x08ResumeOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08keep_len\x18\x04 \x01(\x05\x12\x14\n\x0cmatch_prefix\x18\x05 \x01(\x08\"=\n\x08\x45xtendOp\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07reserve\x18\x03 \x01(\x08\"`\n\x10\x45xtendImportedOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x13\n\x0bturn_starts\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\x0c\"8\n\x08\x43ommitOp\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"^\n\x08\x46inishOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x12\n\x05known\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_known\"2\n\nFreeTailOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"\x1f\n\tReleaseOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\"b\n\x06\x46orkOp\x12\x11\n\tparent_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0b\x66or_reading\x18\x04 \x01(\x08\x42\t\n\x07_at_len\"\t\n\x07\x46lushOp\"\x18\n\tMeasureOp\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x08\"\t\n\x07\x41uditOp\"Y\n\x05\x42\x61tch\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x12\n\nlogit_rows\x18\x05 \x01(\x0c\"{\n\x03\x41\x63k\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12,\n\x0bpages_freed\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.PagesFreed\x12\'\n\x05\x61udit\x18\x04 \x01(\x0b\x32\x18.holdfast.v1.AuditReport\"\x1e\n\nPagesFreed\x12\x10\n\x08\x62y_group\x18\x01 \x03(\x05\"l\n\x0c\x46\x65tchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\x0c\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\x1e\n\rFetchResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x03\")\n\x07Refusal\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0f\n\x07message\x18\x02 \x01(\t2\x91\x01\n\x0bRankService\x12\x42\n\x06\x46ollow\x12\x1a.holdfast.v1.LeaderMessage\x1a\x18.holdfast.v1.RankMessage(\x01\x30\x01\x12>\n\x05\x46\x65tch\x12\x19.holdfast.v1.FetchRequest\x1a\x1a.holdfast.v1.FetchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16holdfast/v1/rank.proto\x12\x0bholdfast.v1\x1a\x18holdfast/v1/worker.proto\"b\n\rLeaderMessage\x12!\n\x04\x62\x65\x61t\x18\x01 \x01(\x0b\x32\x11.holdfast.v1.BeatH\x00\x12#\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.EntryH\x00\x42\t\n\x07message\"\xae\x01\n\x0bRankMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.holdfast.v1.RankHelloH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.holdfast.v1.BeatH\x00\x12\x1f\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x10.holdfast.v1.AckH\x00\x12\'\n\x07refusal\x18\x04 \x01(\x0b\x32\x14.holdfast.v1.RefusalH\x00\x42\t\n\x07message\"\x06\n\x04\x42\x65\x61t\"Y\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"|\n\x05\x45ntry\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\x03\x12\x1c\n\x03ops\x18\x03 \x03(\x0b\x32\x0f.holdfast.v1.Op\x12!\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x12.holdfast.v1.Batch\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"\xb2\x04\n\x02Op\x12#\n\x04open\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.OpenOpH\x00\x12\'\n\x06resume\x18\x02 \x01(\x0b\x32\x15.holdfast.v1.ResumeOpH\x00\x12\'\n\x06\x65xtend\x18\x03 \x01(\x0b\x32\x15.holdfast.v1.ExtendOpH\x00\x12\'\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x15.holdfast.v1.CommitOpH\x00\x12\'\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x15.holdfast.v1.FinishOpH\x00\x12,\n\tfree_tail\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.FreeTailOpH\x00\x12)\n\x07release\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.ReleaseOpH\x00\x12#\n\x04\x66ork\x18\x08 \x01(\x0b\x32\x13.holdfast.v1.ForkOpH\x00\x12%\n\x05\x66lush\x18\t \x01(\x0b\x32\x14.holdfast.v1.FlushOpH\x00\x12)\n\x07measure\x18\n \x01(\x0b\x32\x16.holdfast.v1.MeasureOpH\x00\x12%\n\x05\x61udit\x18\x0b \x01(\x0b\x32\x14.holdfast.v1.AuditOpH\x00\x12\x38\n\x0f\x65xtend_imported\x18\x0c \x01(\x0b\x32\x1d.holdfast.v1.ExtendImportedOpH\x00\x12,\n\tcut_tails\x18\r \x01(\x0b\x32\x17.holdfast.v1.CutTailsOpH\x00\x42\x04\n\x02op\"?\n\x06OpenOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tephemeral\x18\x03 \x01(\x08\"g\n\x08ResumeOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08keep_len\x18\x04 \x01(\x05\x12\x14\n\x0cmatch_prefix\x18\x05 \x01(\x08\"=\n\x08\x45xtendOp\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07reserve\x18\x03 \x01(\x08\"`\n\x10\x45xtendImportedOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x13\n\x0bturn_starts\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\x0c\"8\n\x08\x43ommitOp\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"\x1a\n\nCutTailsOp\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\"^\n\x08\x46inishOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07turn_id\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x12\n\x05known\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_known\"2\n\nFreeTailOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08keep_len\x18\x02 \x01(\x05\"\x1f\n\tReleaseOp\x12\x12\n\nsession_id\x18\x01 \x01(\t\"b\n\x06\x46orkOp\x12\x11\n\tparent_id\x18\x01 \x01(\t\x12\x10\n\x08\x63hild_id\x18\x02 \x01(\t\x12\x13\n\x06\x61t_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0b\x66or_reading\x18\x04 \x01(\x08\x42\t\n\x07_at_len\"\t\n\x07\x46lushOp\"\x18\n\tMeasureOp\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x08\"\t\n\x07\x41uditOp\"Y\n\x05\x42\x61tch\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x12\n\nlogit_rows\x18\x05 \x01(\x0c\"{\n\x03\x41\x63k\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12,\n\x0bpages_freed\x18\x03 \x03(\x0b\x32\x17.holdfast.v1.PagesFreed\x12\'\n\x05\x61udit\x18\x04 \x01(\x0b\x32\x18.holdfast.v1.AuditReport\"\x1e\n\nPagesFreed\x12\x10\n\x08\x62y_group\x18\x01 \x03(\x05\"l\n\x0c\x46\x65tchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\x0c\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\x1e\n\rFetchResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x03\")\n\x07Refusal\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0f\n\x07message\x18\x02 \x01(\t2\x91\x01\n\x0bRankService\x12\x42\n\x06\x46ollow\x12\x1a.holdfast.v1.LeaderMessage\x1a\x18.holdfast.v1.RankMessage(\x01\x30\x01\x12>\n\x05\x46\x65tch\x12\x19.holdfast.v1.FetchRequest\x1a\x1a.holdfast.v1.FetchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,43 +43,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENTRY']._serialized_start=441
   _globals['_ENTRY']._serialized_end=565
   _globals['_OP']._serialized_start=568
-  _globals['_OP']._serialized_end=1084
-  _globals['_OPENOP']._serialized_start=1086
-  _globals['_OPENOP']._serialized_end=1149
-  _globals['_RESUMEOP']._serialized_start=1151
-  _globals['_RESUMEOP']._serialized_end=1254
-  _globals['_EXTENDOP']._serialized_start=1256
-  _globals['_EXTENDOP']._serialized_end=1317
-  _globals['_EXTENDIMPORTEDOP']._serialized_start=1319
-  _globals['_EXTENDIMPORTEDOP']._serialized_end=1415
-  _globals['_COMMITOP']._serialized_start=1417
-  _globals['_COMMITOP']._serialized_end=1473
-  _globals['_FINISHOP']._serialized_start=1475
-  _globals['_FINISHOP']._serialized_end=1569
-  _globals['_FREETAILOP']._serialized_start=1571
-  _globals['_FREETAILOP']._serialized_end=1621
-  _globals['_RELEASEOP']._serialized_start=1623
-  _globals['_RELEASEOP']._serialized_end=1654
-  _globals['_FORKOP']._serialized_start=1656
-  _globals['_FORKOP']._serialized_end=1754
-  _globals['_FLUSHOP']._serialized_start=1756
-  _globals['_FLUSHOP']._serialized_end=1765
-  _globals['_MEASUREOP']._serialized_start=1767
-  _globals['_MEASUREOP']._serialized_end=1791
-  _globals['_AUDITOP']._serialized_start=1793
-  _globals['_AUDITOP']._serialized_end=1802
-  _globals['_BATCH']._serialized_start=1804
-  _globals['_BATCH']._serialized_end=1893
-  _globals['_ACK']._serialized_start=1895
-  _globals['_ACK']._serialized_end=2018
-  _globals['_PAGESFREED']._serialized_start=2020
-  _globals['_PAGESFREED']._serialized_end=2050
-  _globals['_FETCHREQUEST']._serialized_start=2052
-  _globals['_FETCHREQUEST']._serialized_end=2160
-  _globals['_FETCHRESPONSE']._serialized_start=2162
-  _globals['_FETCHRESPONSE']._serialized_end=2192
-  _globals['_REFUSAL']._serialized_start=2194
-  _globals['_REFUSAL']._serialized_end=2235
-  _globals['_RANKSERVICE']._serialized_start=2238
-  _globals['_RANKSERVICE']._serialized_end=2383
+  _globals['_OP']._serialized_end=1130
+  _globals['_OPENOP']._serialized_start=1132
+  _globals['_OPENOP']._serialized_end=1195
+  _globals['_RESUMEOP']._serialized_start=1197
+  _globals['_RESUMEOP']._serialized_end=1300
+  _globals['_EXTENDOP']._serialized_start=1302
+  _globals['_EXTENDOP']._serialized_end=1363
+  _globals['_EXTENDIMPORTEDOP']._serialized_start=1365
+  _globals['_EXTENDIMPORTEDOP']._serialized_end=1461
+  _globals['_COMMITOP']._serialized_start=1463
+  _globals['_COMMITOP']._serialized_end=1519
+  _globals['_CUTTAILSOP']._serialized_start=1521
+  _globals['_CUTTAILSOP']._serialized_end=1547
+  _globals['_FINISHOP']._serialized_start=1549
+  _globals['_FINISHOP']._serialized_end=1643
+  _globals['_FREETAILOP']._serialized_start=1645
+  _globals['_FREETAILOP']._serialized_end=1695
+  _globals['_RELEASEOP']._serialized_start=1697
+  _globals['_RELEASEOP']._serialized_end=1728
+  _globals['_FORKOP']._serialized_start=1730
+  _globals['_FORKOP']._serialized_end=1828
+  _globals['_FLUSHOP']._serialized_start=1830
+  _globals['_FLUSHOP']._serialized_end=1839
+  _globals['_MEASUREOP']._serialized_start=1841
+  _globals['_MEASUREOP']._serialized_end=1865
+  _globals['_AUDITOP']._serialized_start=1867
+  _globals['_AUDITOP']._serialized_end=1876
+  _globals['_BATCH']._serialized_start=1878
+  _globals['_BATCH']._serialized_end=1967
+  _globals['_ACK']._serialized_start=1969
+  _globals['_ACK']._serialized_end=2092
+  _globals['_PAGESFREED']._serialized_start=2094
+  _globals['_PAGESFREED']._serialized_end=2124
+  _globals['_FETCHREQUEST']._serialized_start=2126
+  _globals['_FETCHREQUEST']._serialized_end=2234
+  _globals['_FETCHRESPONSE']._serialized_start=2236
+  _globals['_FETCHRESPONSE']._serialized_end=2266
+  _globals['_REFUSAL']._serialized_start=2268
+  _globals['_REFUSAL']._serialized_end=2309
+  _globals['_RANKSERVICE']._serialized_start=2312
+  _globals['_RANKSERVICE']._serialized_end=2457
 # @@protoc_insertion_point(module_scope)

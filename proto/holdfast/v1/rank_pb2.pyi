@@ -60,7 +60,7 @@ class Entry(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., index: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Op(_message.Message):
-    __slots__ = ("open", "resume", "extend", "commit", "finish", "free_tail", "release", "fork", "flush", "measure", "audit", "extend_imported")
+    __slots__ = ("open", "resume", "extend", "commit", "finish", "free_tail", "release", "fork", "flush", "measure", "audit", "extend_imported", "cut_tails")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Op(_message.Message):
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     EXTEND_IMPORTED_FIELD_NUMBER: _ClassVar[int]
+    CUT_TAILS_FIELD_NUMBER: _ClassVar[int]
     open: OpenOp
     resume: ResumeOp
     extend: ExtendOp
@@ -85,7 +86,8 @@ class Op(_message.Message):
     measure: MeasureOp
     audit: AuditOp
     extend_imported: ExtendImportedOp
-    def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ..., extend_imported: _Optional[_Union[ExtendImportedOp, _Mapping]] = ...) -> None: ...
+    cut_tails: CutTailsOp
+    def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ..., extend_imported: _Optional[_Union[ExtendImportedOp, _Mapping]] = ..., cut_tails: _Optional[_Union[CutTailsOp, _Mapping]] = ...) -> None: ...
 
 class OpenOp(_message.Message):
     __slots__ = ("session_id", "tenant", "ephemeral")
@@ -142,6 +144,12 @@ class CommitOp(_message.Message):
     counts: bytes
     tokens: bytes
     def __init__(self, rows: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+
+class CutTailsOp(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    def __init__(self, rows: _Optional[bytes] = ...) -> None: ...
 
 class FinishOp(_message.Message):
     __slots__ = ("session_id", "turn_id", "outcome", "known")

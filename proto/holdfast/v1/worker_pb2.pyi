@@ -86,7 +86,7 @@ class StepUpdates(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[TurnUpdate, _Mapping]]] = ...) -> None: ...
 
 class TurnUpdate(_message.Message):
-    __slots__ = ("turn_id", "tokens", "logprobs", "input_logprobs", "cached_len", "finish_reason", "matched_token", "matched_text", "needs_history", "error_code", "error_message", "error_param")
+    __slots__ = ("turn_id", "tokens", "logprobs", "input_logprobs", "cached_len", "finish_reason", "matched_token", "matched_text", "needs_history", "error_code", "error_message", "error_param", "speculation")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class TurnUpdate(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ERROR_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_session_pb2.TokenLogprob]
@@ -111,7 +112,22 @@ class TurnUpdate(_message.Message):
     error_code: str
     error_message: str
     error_param: str
-    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ...) -> None: ...
+    speculation: Speculation
+    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+
+class Speculation(_message.Message):
+    __slots__ = ("verify_steps", "proposed", "accepted", "prediction_proposed", "prediction_accepted")
+    VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    verify_steps: int
+    proposed: int
+    accepted: int
+    prediction_proposed: int
+    prediction_accepted: int
+    def __init__(self, verify_steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., prediction_proposed: _Optional[int] = ..., prediction_accepted: _Optional[int] = ...) -> None: ...
 
 class WorkerReleaseRequest(_message.Message):
     __slots__ = ("session_id", "epoch", "mode", "request_id")

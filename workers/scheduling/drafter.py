@@ -1,0 +1,139 @@
+"""Where a turn's drafts come from: its own history, the request's prediction, its tenant's recent outputs."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from workers.scheduling.ngram import Match, NgramIndex, Source
+from workers.scheduling.turn import Turn
+
+MAX_INDEXED = 2**24
+"""Entries of the indexes of all sessions, four bytes each. The least recently used session's is dropped first."""
+MAX_RECENT = 2**15
+"""Tokens of recent outputs, for each tenant. Twice as many at most are kept."""
+MAX_TENANTS = 64
+MAX_INTERVAL = 8
+"""Tokens between two lookups of a turn whose matches come to nothing."""
+SEPARATOR = -1
+"""Between recent outputs. No token equals it."""
+PREDICTED = 16
+"""What a prediction's beginning counts as, in tokens of a match."""
+
+
+@dataclass(slots=True)
+class _Recent:
+    """A tenant's recent outputs."""
+
+    source: Source = field(default_factory=lambda: Source(array("i")))
+    sessions: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A live turn."""
+
+    history: Source
+    prediction: Source | None
+    seen: int
+    """Tokens that were received."""
+    match: Match | None = None
+    began: int = 0
+    """The match's length when it was found."""
+    interval: int = 1
+    look_at: int = 0
+    """The length at which to look for a match again."""
+
+
+class NgramDrafter:
+    """Follows live turns, and finds where their last tokens occurred before. Pure: no clock, no randomness."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Turn, _Followed] = {}
+        self._indexes: OrderedDict[str, NgramIndex] = OrderedDict()
+        """By session, least recently used first."""
+        self._recent: OrderedDict[str, _Recent] = OrderedDict()
+
+    def begin(self, turn: Turn) -> None:
+        """Follow a turn. After a failover it has output already."""
+        index = self._indexes.pop(turn.session_id, None) or NgramIndex()
+        index.cut(turn.keep_len)
+        if not turn.ephemeral:
+            self._indexes[turn.session_id] = index
+        prediction = Source(turn.prediction) if turn.prediction else None
+        followed = self._turns[turn] = _Followed(Source(turn.tokens, index), prediction, len(turn.tokens))
+        if prediction is not None and not turn.num_output:
+            followed.match, followed.began = Match(prediction, 0, PREDICTED), PREDICTED
+
+    def receive(self, turn: Turn) -> list[tuple[int, bool]]:
+        """The turn has new tokens. Returns, for each while there was a match, its length and whether it held."""
+        followed = self._turns[turn]
+        new, match = turn.tokens[followed.seen :], followed.match
+        followed.seen = len(turn.tokens)
+        held: list[tuple[int, bool]] = []
+        for token in new if match is not None else ():
+            assert match is not None
+            held.append((match.length, match.advance(token)))
+            if not held[-1][1]:
+                self._lost(followed, lasted=match.length > followed.began)
+                break
+        return held
+
+    def _lost(self, followed: _Followed, *, lasted: bool) -> None:
+        """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
+        followed.match = None
+        followed.interval = 1 if lasted else min(MAX_INTERVAL, 2 * followed.interval)
+        followed.look_at = followed.seen + followed.interval - 1
+
+    def match(self, turn: Turn) -> Match | None:
+        """Where the turn may continue, if its last tokens were seen before."""
+        followed = self._turns[turn]
+        if followed.match is None and len(turn.tokens) >= followed.look_at:
+            followed.match = self._find(turn, followed)
+            if followed.match is None:
+                followed.look_at = len(turn.tokens) + followed.interval
+            else:
+                followed.began = followed.match.length
+        return followed.match
+
+    def is_predicted(self, turn: Turn, match: Match) -> bool:
+        """Whether the match is in the request's prediction."""
+        return match.source is self._turns[turn].prediction
+
+    def forget(self, turn: Turn) -> None:
+        """The turn has ended. Its output is its tenant's most recent."""
+        if self._turns.pop(turn, None) is None:
+            return
+        self._bound_indexes()
+        output = turn.tokens[turn.prompt_len :]
+        if not output:
+            return
+        recent = self._recent.pop(turn.tenant, None) or _Recent()
+        self._recent[turn.tenant] = recent
+        recent.sessions.add(turn.session_id)
+        recent.source.tokens.extend(output)
+        recent.source.tokens.append(SEPARATOR)
+        if len(recent.source.tokens) > 2 * MAX_RECENT:
+            recent.source = Source(recent.source.tokens[-MAX_RECENT:])
+        if len(self._recent) > MAX_TENANTS:
+            self._recent.popitem(last=False)
+
+    def release(self, session_id: str) -> None:
+        """Nothing of a released session is kept."""
+        self._indexes.pop(session_id, None)
+        for tenant in [tenant for tenant, recent in self._recent.items() if session_id in recent.sessions]:
+            del self._recent[tenant]
+
+    def _find(self, turn: Turn, followed: _Followed) -> Match | None:
+        found = [followed.history.find(turn.tokens, repeats=True)]
+        if followed.prediction is not None:
+            found.append(followed.prediction.find(turn.tokens))
+        if turn.tenant in self._recent:
+            found.append(self._recent[turn.tenant].source.find(turn.tokens))
+        return max((match for match in found if match is not None), key=lambda match: match.length, default=None)
+
+    def _bound_indexes(self) -> None:
+        total = sum(map(len, self._indexes.values()))
+        while total > MAX_INDEXED and len(self._indexes) > 1:
+            total -= len(self._indexes.popitem(last=False)[1])

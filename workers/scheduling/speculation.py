@@ -1,0 +1,168 @@
+"""How many drafted tokens a step verifies, and what became of them.
+
+A draft token is worth its place in a step if the chance that it is accepted is greater than its share of the step's
+cost: with ``cost = base + slope * tokens``, a step of ``n`` rows yields ``n`` tokens without drafts, so one more must
+yield more than ``slope * n / cost``. The chance is measured for each turn, the cost for the worker; both change with
+what is said and how busy the worker is, so drafts come and go by themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workers.scheduling.drafter import SEPARATOR, NgramDrafter
+from workers.scheduling.ngram import Match
+from workers.scheduling.turn import DraftCounts, Turn
+
+MATCH_LENS, PRIOR_RATES = (6, 16), (0.4, 0.7, 0.9)
+"""Matches shorter than the first, than the second, and longer ones; and how often they are first thought to hold."""
+PRIOR_WEIGHT = 2.0
+TOKEN_DECAY, STEP_DECAY = 0.95, 0.98
+"""How fast a turn's old tokens, and the worker's old steps, lose their weight."""
+MARGIN = 1.15
+"""A draft must be worth this much more than it costs: its chance and its cost are estimates."""
+PRIOR_SHARE, PRIOR_VARIANCE = 0.15, 0.5
+"""Of a step's cost by a token more, as first thought, and what weight that has beside measurements."""
+MAX_SURPRISE = 3.0
+"""A step that took longer than this many times the expected was delayed by something else."""
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow a turn's last one."""
+
+    tokens: array[int]
+    is_predicted: bool = False
+    """By the request's own prediction."""
+
+    def prefixes(self) -> list[array[int]]:
+        """Its beginnings, from the first token alone to all of it."""
+        return [self.tokens[:n] for n in range(1, len(self.tokens) + 1)]
+
+    def accepted(self, samples: Sequence[int]) -> int:
+        """How many of its tokens are right, given what was chosen in their places."""
+        for i, (token, sample) in enumerate(zip(self.tokens, samples, strict=False)):
+            if token != sample:
+                return i
+        return len(self.tokens)
+
+
+class StepCosts:
+    """A step's seconds by its number of tokens: a line through recent steps."""
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._t = self._nn = self._nt = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step without prefills took this long, from the results before it to its own."""
+        if self._weight > 1.0:
+            seconds = min(seconds, MAX_SURPRISE * self.cost(num_tokens))
+        values = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        sums = (self._weight, self._n, self._t, self._nn, self._nt)
+        self._weight, self._n, self._t, self._nn, self._nt = (
+            STEP_DECAY * total + value for total, value in zip(sums, values, strict=True)
+        )
+
+    def slope(self) -> float:
+        """Seconds of one token more, never negative."""
+        mean_n, mean_t = self._n / self._weight, self._t / self._weight
+        variance = self._nn / self._weight - mean_n * mean_n
+        covariance = self._nt / self._weight - mean_n * mean_t
+        prior = PRIOR_SHARE * mean_t / mean_n
+        return max(0.0, (covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE))
+
+    def cost(self, num_tokens: int) -> float:
+        """Seconds of a step."""
+        mean_n, mean_t = self._n / self._weight, self._t / self._weight
+        return max(mean_t / 10, mean_t + self.slope() * (num_tokens - mean_n))
+
+    def break_even(self, num_rows: int) -> float:
+        """The chance from which on a token more pays in a step of ``num_rows``."""
+        if not self._weight:
+            return PRIOR_SHARE
+        return self.slope() * num_rows / self.cost(num_rows)
+
+
+@dataclass(slots=True)
+class _Rates:
+    """How often a turn's matches hold for another token, by their length."""
+
+    hits: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * rate for rate in PRIOR_RATES])
+    trials: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * len(PRIOR_RATES))
+
+    def of(self, length: int) -> float:
+        i = _kind(length)
+        return self.hits[i] / self.trials[i]
+
+    def observe(self, length: int, held: bool) -> None:
+        i = _kind(length)
+        self.hits[i] = TOKEN_DECAY * self.hits[i] + held
+        self.trials[i] = TOKEN_DECAY * self.trials[i] + 1.0
+
+
+class Speculation:
+    """Proposes drafts for a scheduler, as many tokens as pay. For one thread; the clock's readings are arguments."""
+
+    def __init__(self, max_draft: int) -> None:
+        self.max_draft = max_draft
+        self.costs = StepCosts()
+        self._drafter = NgramDrafter()
+        self._rates: dict[Turn, _Rates] = {}
+
+    def begin(self, turn: Turn) -> None:
+        """A turn is queued."""
+        self._drafter.begin(turn)
+        self._rates[turn] = _Rates()
+
+    def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        """What may follow the turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
+        match = self._drafter.match(turn)
+        count = min(limit, self._num_paying(turn, match, num_rows)) if match is not None else 0
+        if match is None or not count:
+            return None
+        tokens = match.draft(count)
+        # An end token is chosen, if it is, in the place after the draft.
+        end = next((i for i, token in enumerate(tokens) if token == SEPARATOR or token in turn.end_tokens), count)
+        return Draft(tokens[:end], self._drafter.is_predicted(turn, match)) if end and tokens else None
+
+    def pays(self, turns: Iterable[Turn], num_rows: int) -> bool:
+        """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
+        matches = ((turn, self._drafter.match(turn)) for turn in turns)
+        return any(m is not None and self._num_paying(turn, m, num_rows) > 1 for turn, m in matches)
+
+    def receive(self, turn: Turn, draft: Draft | None, num_accepted: int) -> None:
+        """A turn has its tokens of a step, of whose draft the first ``num_accepted`` are among them."""
+        rates = self._rates[turn]
+        for length, held in self._drafter.receive(turn):
+            rates.observe(length, held)
+        if draft is not None:
+            turn.drafts = turn.drafts or DraftCounts()
+            turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.is_predicted)
+
+    def forget(self, turn: Turn) -> None:
+        """The turn has ended."""
+        self._drafter.forget(turn)
+        self._rates.pop(turn, None)
+
+    def release(self, session_id: str) -> None:
+        """The session is released."""
+        self._drafter.release(session_id)
+
+    def _num_paying(self, turn: Turn, match: Match, num_rows: int) -> int:
+        rates, least = self._rates[turn], MARGIN * self.costs.break_even(num_rows)
+        chance, count = 1.0, 0
+        while count < self.max_draft:
+            chance *= rates.of(match.length + count)
+            if chance < least:
+                break
+            count += 1
+        return count
+
+
+def _kind(length: int) -> int:
+    for i, limit in enumerate(MATCH_LENS):
+        if length < limit:
+            return i
+    return len(MATCH_LENS)
