@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ class Guesses:
         speculation = engine.leader.drafts.speculation
         assert speculation is not None
         speculation.propose = self.propose  # type: ignore[method-assign]
+        speculation.candidates = lambda: list(engine.scheduler.running.values())  # type: ignore[method-assign]
         speculation.pays = self.pays  # type: ignore[method-assign]
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
@@ -37,7 +37,7 @@ class Guesses:
         draft += [self.rng.randrange(5, 2000) for _ in range(num_wrong)]
         return Draft(array("i", draft[:limit])) if draft[:limit] else None
 
-    def pays(self, turns: Iterable[Turn], num_rows: int) -> bool:
+    def pays(self, num_rows: int) -> bool:
         return self.rng.random() < 0.7
 
 
@@ -145,7 +145,7 @@ def test_what_ends_a_turn_inside_a_draft_shows_nothing_more() -> None:
         engine = Engine(SMALL, speculative_algorithm="NGRAM")
         guesses = Guesses(engine, outputs)
         guesses.rng.choice = lambda options: (3, 3)  # type: ignore[method-assign, assignment]
-        guesses.pays = lambda turns, num_rows: True  # type: ignore[method-assign]
+        guesses.pays = lambda num_rows: True  # type: ignore[method-assign]
         engine.submit("t", "s", prompt(1, 10), LONG)
         while engine.leader._in_flight is None or not any(w.draft for w in engine.leader._in_flight.step.work):
             engine.leader.step()
@@ -196,7 +196,7 @@ def test_a_thousand_turns_with_drafts_leave_no_page_behind() -> None:
 def test_a_retracted_turn_takes_the_tokens_of_its_draft() -> None:
     outputs = {"t": Engine(SMALL).generate("s", prompt(1, 10), LONG)}
     engine = Engine(SMALL, speculative_algorithm="NGRAM")
-    Guesses(engine, outputs).pays = lambda turns, num_rows: True  # type: ignore[method-assign]
+    Guesses(engine, outputs).pays = lambda num_rows: True  # type: ignore[method-assign]
     engine.submit("t", "s", prompt(1, 10), LONG)
     num_retracted = 0
     while engine.scheduler.turns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from holdfast.errors import ConfigError
 from workers.grammar.turns import TurnGrammars
@@ -30,17 +29,20 @@ class TurnDrafts:
         if self.speculation is not None:
             self.speculation.begin(turn)
 
+    def candidates(self) -> list[Turn]:
+        """See ``scheduling.Drafts``."""
+        return self.speculation.candidates() if self.speculation is not None else []
+
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """See ``scheduling.Drafts``."""
-        if self.speculation is None:
-            return None
+        assert self.speculation is not None, "there is no candidate"
         draft = self.speculation.propose(turn, limit, num_rows)
         if draft is None:
             return None
         num_allowed = self._grammars.allowed(turn, draft.tokens)
-        return draft._replace(tokens=draft.tokens[:num_allowed]) if num_allowed else None
+        return draft.first(num_allowed) if num_allowed else None
 
-    def need_results(self, launched: Step, running: Iterable[Turn]) -> bool:
+    def need_results(self, launched: Step) -> bool:
         """Whether a step's results must be known before the next is planned.
 
         It has drafts: how far its turns got is not known before. Or a draft would pay, for which a turn's last token
@@ -50,8 +52,7 @@ class TurnDrafts:
             return False
         if any(work.draft is not None for work in launched.work):
             return True
-        turns = [turn for turn in running if turn.in_flight]
-        return self.speculation.pays(turns, len(turns))
+        return self.speculation.pays(len(launched.work))
 
     def receive(self, work: Work, num_received: int, num_accepted: int) -> None:
         """A turn has this many new tokens; so many of its draft were right, of which its end may have left out some."""

@@ -113,7 +113,7 @@ class Leader:
         chosen after that: penalties, grammars and ends are exact. Around drafts it is collected first.
         """
         self._updates |= self._gate.end_overdue()
-        if self._in_flight and self.drafts.need_results(self._in_flight.step, self.scheduler.running.values()):
+        if self._in_flight and self.drafts.need_results(self._in_flight.step):
             self.collect()
         step = self.scheduler.plan()
         batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight is not None else ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workers.scheduling.ngram import Match, NgramIndex, Source
@@ -14,8 +15,8 @@ MAX_INDEXED = 2**24
 MAX_RECENT = 2**15
 """Tokens of recent outputs, for each tenant. Twice as many at most are kept."""
 MAX_TENANTS = 64
-MAX_INTERVAL = 8
-"""Tokens between two lookups of a turn whose matches come to nothing."""
+MAX_INTERVAL, MAX_MISS_INTERVAL = 8, 4
+"""Tokens between two lookups of a turn whose matches come to nothing, and of one that has none."""
 SEPARATOR = -1
 """Between recent outputs. No token equals it."""
 PREDICTED = 16
@@ -36,9 +37,8 @@ class _Followed:
 
     history: Source
     prediction: Source | None
-    seen: int
-    """Tokens that were received."""
-    match: Match | None = None
+    seen: int = 0
+    """The length up to which its match is known to hold."""
     began: int = 0
     """The match's length when it was found."""
     interval: int = 1
@@ -50,6 +50,8 @@ class NgramDrafter:
     """Follows live turns, and finds where their last tokens occurred before. Pure: no clock, no randomness."""
 
     def __init__(self) -> None:
+        self.matches: dict[Turn, Match] = {}
+        """Where turns may continue: their last tokens were seen there before."""
         self._turns: dict[Turn, _Followed] = {}
         self._indexes: OrderedDict[str, NgramIndex] = OrderedDict()
         """By session, least recently used first."""
@@ -62,40 +64,40 @@ class NgramDrafter:
         if not turn.ephemeral:
             self._indexes[turn.session_id] = index
         prediction = Source(turn.prediction) if turn.prediction else None
-        followed = self._turns[turn] = _Followed(Source(turn.tokens, index), prediction, len(turn.tokens))
+        followed = self._turns[turn] = _Followed(Source(turn.tokens, index), prediction)
         if prediction is not None and not turn.num_output:
-            followed.match, followed.began = Match(prediction, 0, PREDICTED), PREDICTED
+            self.matches[turn] = Match(prediction, 0, PREDICTED)
+            followed.began, followed.seen = PREDICTED, turn.prompt_len
 
-    def receive(self, turn: Turn) -> list[tuple[int, bool]]:
+    def receive(self, turn: Turn) -> Sequence[tuple[int, bool]]:
         """The turn has new tokens. Returns, for each while there was a match, its length and whether it held."""
-        followed = self._turns[turn]
-        new, match = turn.tokens[followed.seen :], followed.match
-        followed.seen = len(turn.tokens)
-        held: list[tuple[int, bool]] = []
-        for token in new if match is not None else ():
-            assert match is not None
-            held.append((match.length, match.advance(token)))
-            if not held[-1][1]:
-                self._lost(followed, lasted=match.length > followed.began)
-                break
+        followed, match, held = self._turns[turn], self.matches.get(turn), []
+        if match is not None:
+            new, followed.seen = turn.tokens[followed.seen :], len(turn.tokens)
+            for token in new:
+                held.append((match.length, match.advance(token)))
+                if not held[-1][1]:
+                    self._lost(turn, followed, lasted=match.length > followed.began)
+                    match = None
+                    break
+        if match is None and len(turn.tokens) >= followed.look_at:
+            self._look(turn, followed)
         return held
 
-    def _lost(self, followed: _Followed, *, lasted: bool) -> None:
+    def _lost(self, turn: Turn, followed: _Followed, *, lasted: bool) -> None:
         """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
-        followed.match = None
+        del self.matches[turn]
         followed.interval = 1 if lasted else min(MAX_INTERVAL, 2 * followed.interval)
         followed.look_at = followed.seen + followed.interval - 1
 
-    def match(self, turn: Turn) -> Match | None:
-        """Where the turn may continue, if its last tokens were seen before."""
-        followed = self._turns[turn]
-        if followed.match is None and len(turn.tokens) >= followed.look_at:
-            followed.match = self._find(turn, followed)
-            if followed.match is None:
-                followed.look_at = len(turn.tokens) + followed.interval
-            else:
-                followed.began = followed.match.length
-        return followed.match
+    def _look(self, turn: Turn, followed: _Followed) -> None:
+        match = self._find(turn, followed)
+        if match is None:
+            followed.interval = max(followed.interval, min(MAX_MISS_INTERVAL, 2 * followed.interval))
+            followed.look_at = len(turn.tokens) + followed.interval
+        else:
+            self.matches[turn] = match
+            followed.began, followed.seen = match.length, len(turn.tokens)
 
     def is_predicted(self, turn: Turn, match: Match) -> bool:
         """Whether the match is in the request's prediction."""
@@ -103,6 +105,7 @@ class NgramDrafter:
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended. Its output is its tenant's most recent."""
+        self.matches.pop(turn, None)
         if self._turns.pop(turn, None) is None:
             return
         self._bound_indexes()

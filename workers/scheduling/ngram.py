@@ -19,8 +19,10 @@ SIZES = (6, 3)
 """Tokens that are looked up, longest first. Shorter matches are mostly chance."""
 MAX_MATCH = 32
 """Tokens of a match that are counted: a longer one is no likelier to continue."""
-_MULTIPLIER, _FINAL, _MASK = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64 - 1
-_BULK = 24
+_FACTORS = (0x2545F4914F7, 0x36DD6C24F1B, 0x1F8A3C5D2E9, 0x3A1B7E6C40D, 0x2C9F15A8B63, 0x17D4E8F39A5)
+"""For the tokens before a position, the last first. Odd, of 42 bits: sums for tokens of 18 bits fit into 63."""
+_FOLD = 27
+_BULK = 32
 """From this many positions on, numpy is faster than a loop."""
 
 
@@ -31,60 +33,65 @@ class NgramIndex:
     """
 
     def __init__(self) -> None:
-        self.num_indexed = 0
+        self.num_indexed = SIZES[-1] - 1
         """The n-grams that end at or before this position are indexed."""
-        self._tables = [array("i", bytes(4 * 256)) for _ in SIZES]
-        self._shift = 64 - 8
+        self._resize(256)
 
     def __len__(self) -> int:
         """Entries, used or not: what its memory is."""
-        return sum(map(len, self._tables))
+        return len(self._long) + len(self._short)
 
     def extend(self, tokens: array[int], end: int) -> None:
         """Index the n-grams up to position ``end``, which must be less than the length: something follows them."""
-        start = self.num_indexed
-        if end <= start:
-            return
-        if 2 * end > len(self._tables[0]):
-            self._shift = 64 - (4 * end).bit_length()
-            self._tables = [array("i", bytes(4 << (64 - self._shift))) for _ in SIZES]
-            start = 0
-        if end - start < _BULK:
-            for table, n in zip(self._tables, SIZES, strict=True):
-                for position in range(max(n, start + 1), end + 1):
-                    table[self._hash(tokens, position, n)] = position
+        if 2 * end > len(self._long):
+            self._resize(2 << (2 * end).bit_length())
+            self.num_indexed = SIZES[-1] - 1
+        first = self.num_indexed + 1
+        if end - first >= _BULK:
+            self._extend_in_bulk(np.frombuffer(tokens, dtype=np.int32)[:end], first)
         else:
-            self._extend_in_bulk(np.frombuffer(tokens, dtype=np.int32)[:end], start)
-        self.num_indexed = end
+            long, short = self._long, self._short
+            for position in range(first, end + 1):
+                at_long, at_short = self._slots(tokens, position)
+                short[at_short] = position
+                if position >= SIZES[0]:
+                    long[at_long] = position
+        self.num_indexed = max(self.num_indexed, end)
 
     def cut(self, length: int) -> None:
         """The sequence was cut, and may continue otherwise."""
-        self.num_indexed = min(self.num_indexed, max(0, length - 1))
+        self.num_indexed = max(SIZES[-1] - 1, min(self.num_indexed, length - 1))
 
-    def find(self, tokens: array[int], size: int) -> int:
-        """The last known position after the ``SIZES[size]`` tokens that ``tokens`` ends with; 0: none."""
-        n = SIZES[size]
-        return self._tables[size][self._hash(tokens, len(tokens), n)] if len(tokens) >= n else 0
+    def find(self, tokens: array[int]) -> tuple[int, int]:
+        """The last known positions after the six and the three tokens that ``tokens`` ends with; 0: none."""
+        if len(tokens) < SIZES[-1]:
+            return 0, 0
+        at_long, at_short = self._slots(tokens, len(tokens))
+        return self._long[at_long] if len(tokens) >= SIZES[0] else 0, self._short[at_short]
 
-    def _hash(self, tokens: array[int], end: int, n: int) -> int:
-        value = 0
-        for token in tokens[end - n : end]:
-            value = (value + token + 1) * _MULTIPLIER & _MASK
-        return (value * _FINAL & _MASK) >> self._shift
+    def _resize(self, size: int) -> None:
+        self._long, self._short = array("i", bytes(4 * size)), array("i", bytes(4 * size))
 
-    def _extend_in_bulk(self, tokens: np.ndarray, start: int) -> None:
-        words = tokens.astype(np.uint64) + np.uint64(1)
-        for table, n in zip(self._tables, SIZES, strict=True):
-            first = max(n, start + 1)
-            if first > len(words):
-                continue
-            values = np.zeros(len(words) - first + 1, dtype=np.uint64)
-            for i in range(n):
-                at = first - n + i
-                values = (values + words[at : at + len(values)]) * np.uint64(_MULTIPLIER)
-            slots = values * np.uint64(_FINAL) >> np.uint64(self._shift)
+    def _slots(self, tokens: array[int], end: int) -> tuple[int, int]:
+        a, b, c, d, e, f = _FACTORS
+        mask = len(self._long) - 1
+        if end < SIZES[0]:
+            z, y, x = tokens[end - 3 : end]
+            short = long = x * a + y * b + z * c
+        else:
+            u, v, w, z, y, x = tokens[end - 6 : end]
+            short = x * a + y * b + z * c
+            long = short + w * d + v * e + u * f
+        return (long ^ long >> _FOLD) & mask, (short ^ short >> _FOLD) & mask
+
+    def _extend_in_bulk(self, tokens: np.ndarray, first: int) -> None:
+        words, mask = tokens.astype(np.int64), len(self._long) - 1
+        for table, n in ((self._short, SIZES[1]), (self._long, SIZES[0])):
+            start = max(first, n)
+            positions = np.arange(start, len(words) + 1, dtype=np.int32)
+            values = sum(words[start - 1 - i : len(words) - i] * _FACTORS[i] for i in range(n))
             # Of equal ones the last is assigned: the most recent occurrence.
-            np.frombuffer(table, dtype=np.int32)[slots] = np.arange(first, len(words) + 1, dtype=np.int32)
+            np.frombuffer(table, dtype=np.int32)[(values ^ values >> _FOLD) & mask] = positions
 
 
 def match_len(source: array[int], position: int, tokens: array[int]) -> int:
@@ -108,11 +115,10 @@ class Source:
     def find(self, tokens: array[int], *, repeats: bool = False) -> Match | None:
         """The longest recent match of the last of ``tokens``. ``repeats``: they are the source's own end."""
         self.index.extend(self.tokens, len(self.tokens) - 1)
-        for size, n in enumerate(SIZES):
-            position = self.index.find(tokens, size)
+        for position in self.index.find(tokens):
             if 0 < position < len(self.tokens):
                 length = match_len(self.tokens, position, tokens)
-                if length >= n:
+                if length >= SIZES[-1]:
                     return Match(self, position, length, repeats)
         return None
 

@@ -78,6 +78,9 @@ class Step:
 class Drafts(Protocol):
     """What proposes the tokens that may follow a turn's last one."""
 
+    def candidates(self) -> list[Turn]:
+        """The turns to ask for, in an order that does not depend on chance."""
+
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """At least one token, at most ``limit``, in a step of ``num_rows`` turns."""
 
@@ -278,17 +281,17 @@ class Scheduler:
         A guess evicts nothing, retracts nothing, and delays no prefill.
         """
         budget, num_rows = self.limits.step_tokens - sum(w.count for w in work.values()), len(work)
-        for w in list(work.values()):
-            turn = w.turn
-            if budget <= 0 or not w.samples or w.count != 1 or turn.in_flight:
+        for turn in drafts.candidates():
+            w = work.get(turn.turn_id)
+            if w is None or budget <= 0 or not w.samples or w.count != 1 or turn.in_flight:
                 continue
-            free = self.cache.free_positions(turn.session_id)
-            limit = min(budget, free - 1, turn.end_len - len(turn.tokens) - 1)
+            limit = min(budget, turn.end_len - len(turn.tokens) - 1)
             draft = drafts.propose(turn, limit, num_rows) if limit > 0 else None
-            if draft is not None:
-                w.count += len(draft.tokens)
-                w.draft = draft
-                budget -= len(draft.tokens)
+            num_free = self.cache.free_positions(turn.session_id) - 1 if draft is not None else 0
+            if draft is not None and num_free > 0:
+                w.draft = draft.first(num_free)
+                w.count += len(w.draft.tokens)
+                budget -= len(w.draft.tokens)
                 self.cache.extend(turn.session_id, w.count)
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:

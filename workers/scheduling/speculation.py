@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.scheduling.drafter import SEPARATOR, NgramDrafter
@@ -25,7 +24,7 @@ TOKEN_DECAY, STEP_DECAY = 0.95, 0.98
 MARGIN = 1.15
 """A draft must be worth this much more than it costs: its chance and its cost are estimates."""
 PRIOR_SHARE, PRIOR_VARIANCE = 0.15, 0.5
-"""Of a step's cost by a token more, as first thought, and what weight that has beside measurements."""
+"""Of the cost of a step with one token, what is the token's, as first thought; and the weight of that thought."""
 MAX_SURPRISE = 3.0
 """A step that took longer than this many times the expected was delayed by something else."""
 
@@ -36,6 +35,10 @@ class Draft(NamedTuple):
     tokens: array[int]
     is_predicted: bool = False
     """By the request's own prediction."""
+
+    def first(self, count: int) -> Draft:
+        """Its first tokens, at most ``count``."""
+        return self if count >= len(self.tokens) else Draft(self.tokens[:count], self.is_predicted)
 
     def prefixes(self) -> list[array[int]]:
         """Its beginnings, from the first token alone to all of it."""
@@ -70,7 +73,7 @@ class StepCosts:
         mean_n, mean_t = self._n / self._weight, self._t / self._weight
         variance = self._nn / self._weight - mean_n * mean_n
         covariance = self._nt / self._weight - mean_n * mean_t
-        prior = PRIOR_SHARE * mean_t / mean_n
+        prior = mean_t / (mean_n + 1 / PRIOR_SHARE - 1)
         return max(0.0, (covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE))
 
     def cost(self, num_tokens: int) -> float:
@@ -81,25 +84,29 @@ class StepCosts:
     def break_even(self, num_rows: int) -> float:
         """The chance from which on a token more pays in a step of ``num_rows``."""
         if not self._weight:
-            return PRIOR_SHARE
+            return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
         return self.slope() * num_rows / self.cost(num_rows)
 
 
-@dataclass(slots=True)
 class _Rates:
-    """How often a turn's matches hold for another token, by their length."""
+    """How often matches hold for another token, by their length."""
 
-    hits: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * rate for rate in PRIOR_RATES])
-    trials: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * len(PRIOR_RATES))
+    def __init__(self, prior: Iterable[float], decay: float) -> None:
+        self._hits = [PRIOR_WEIGHT * rate for rate in prior]
+        self._trials = [PRIOR_WEIGHT] * len(self._hits)
+        self._decay = decay
 
     def of(self, length: int) -> float:
         i = _kind(length)
-        return self.hits[i] / self.trials[i]
+        return self._hits[i] / self._trials[i]
+
+    def all(self) -> list[float]:
+        return [hits / trials for hits, trials in zip(self._hits, self._trials, strict=True)]
 
     def observe(self, length: int, held: bool) -> None:
         i = _kind(length)
-        self.hits[i] = TOKEN_DECAY * self.hits[i] + held
-        self.trials[i] = TOKEN_DECAY * self.trials[i] + 1.0
+        self._hits[i] = self._decay * self._hits[i] + held
+        self._trials[i] = self._decay * self._trials[i] + 1.0
 
 
 class Speculation:
@@ -110,33 +117,39 @@ class Speculation:
         self.costs = StepCosts()
         self._drafter = NgramDrafter()
         self._rates: dict[Turn, _Rates] = {}
+        self._all_rates = _Rates(PRIOR_RATES, STEP_DECAY)
+        """Of all turns: what a new one starts from."""
 
     def begin(self, turn: Turn) -> None:
         """A turn is queued."""
         self._drafter.begin(turn)
-        self._rates[turn] = _Rates()
+        self._rates[turn] = _Rates(self._all_rates.all(), TOKEN_DECAY)
+
+    def candidates(self) -> list[Turn]:
+        """The turns for which there may be a draft."""
+        return list(self._drafter.matches)
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
-        """What may follow the turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
-        match = self._drafter.match(turn)
-        count = min(limit, self._num_paying(turn, match, num_rows)) if match is not None else 0
-        if match is None or not count:
+        """What may follow a candidate's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
+        match = self._drafter.matches[turn]
+        count = min(limit, self._num_paying(turn, match, num_rows))
+        if not count:
             return None
         tokens = match.draft(count)
         # An end token is chosen, if it is, in the place after the draft.
         end = next((i for i, token in enumerate(tokens) if token == SEPARATOR or token in turn.end_tokens), count)
         return Draft(tokens[:end], self._drafter.is_predicted(turn, match)) if end and tokens else None
 
-    def pays(self, turns: Iterable[Turn], num_rows: int) -> bool:
+    def pays(self, num_rows: int) -> bool:
         """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
-        matches = ((turn, self._drafter.match(turn)) for turn in turns)
-        return any(m is not None and self._num_paying(turn, m, num_rows) > 1 for turn, m in matches)
+        matches = self._drafter.matches.items()
+        return any(turn.in_flight and self._num_paying(turn, match, num_rows) > 1 for turn, match in matches)
 
     def receive(self, turn: Turn, draft: Draft | None, num_accepted: int) -> None:
         """A turn has its tokens of a step, of whose draft the first ``num_accepted`` are among them."""
-        rates = self._rates[turn]
         for length, held in self._drafter.receive(turn):
-            rates.observe(length, held)
+            self._rates[turn].observe(length, held)
+            self._all_rates.observe(length, held)
         if draft is not None:
             turn.drafts = turn.drafts or DraftCounts()
             turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.is_predicted)
