@@ -50,6 +50,12 @@ class Config(BaseModel):
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
+    speculative_algorithm: Literal["NONE", "NGRAM"] = Field(
+        "NONE", description="drafts, never another output; NGRAM: of the session's history, predictions, recent outputs"
+    )
+    speculative_num_draft_tokens: int = Field(
+        16, ge=1, le=64, description="tokens that a step verifies for a turn, at most; fewer where more do not pay"
+    )
     tool_call_parser: str | None = Field(None, description="how the model writes calls; default: by its chat template")
     reasoning_parser: str | None = Field(
         None, description="how the model writes reasoning; default: by its chat template"
@@ -151,6 +157,8 @@ class Config(BaseModel):
             quantization=self.quantization,
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
+            speculative_algorithm=self.speculative_algorithm,
+            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             page_size=self.page_size,
             context_length=self.context_length,
             max_total_tokens=self.max_total_tokens,

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from holdfast.errors import PromptTooLong
+from holdfast.errors import InvalidRequest, PromptTooLong
+from holdfast.tokens import pack_tokens
 from router.fleet.fleet import Fleet
 from router.text import TextCodec
 from router.turns.sessions import Session
@@ -32,6 +33,13 @@ class InputEncoder:
         """``text`` as tokens; with ``special``, preceded by the tokens that start an input. Raises PromptTooLong."""
         self._refuse_too_long(text)
         return array("i", await _in_thread_if_long(len(text), self._codec.encode, text, special=special))
+
+    async def prediction(self, text: str) -> bytes:
+        """A prediction's tokens, packed. Raises InvalidRequest."""
+        try:
+            return pack_tokens(await self.encode(text, special=False))
+        except PromptTooLong:
+            raise InvalidRequest("prediction: is longer than an output can be", "prediction") from None
 
     def of_text(self, text: str, *, special: bool) -> Prepare:
         """The request has the whole history as text: keep the session's tokens for it, and add the rest."""

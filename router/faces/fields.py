@@ -26,6 +26,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_WANTED_TOKENS = 1024
 """Tokens whose logprobs are wanted at each position."""
+MAX_PREDICTION = 1024 * 1024
+"""Characters of a prediction. It is journaled with the turn."""
 MAX_GRAMMAR = 256 * 1024
 """Characters of a schema or grammar. It is journaled with the turn."""
 
@@ -37,6 +39,7 @@ TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 StopTokens: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
 WantedTokens: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_WANTED_TOKENS)]
 Stop: TypeAlias = Annotated[str, Field(max_length=MAX_STOP)]
+PredictedText: TypeAlias = Annotated[str, Field(max_length=MAX_PREDICTION)]
 Stops: TypeAlias = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SessionHeader: TypeAlias = Annotated[Name, Header(alias="X-Session-ID")]
@@ -116,6 +119,7 @@ def check_sampling(s: session_pb2.Sampling) -> None:
         "logit_bias": len(s.logit_bias) <= MAX_BIASED_TOKENS
         and all(token >= 0 and math.fabs(bias) <= MAX_LOGIT_BIAS for token, bias in s.logit_bias.items()),
         "logprobs": not s.HasField("logprobs") or 0 <= s.logprobs <= MAX_TOP_LOGPROBS,
+        "prediction": len(s.prediction) <= 4 * MAX_PREDICTION and len(s.prediction) % 4 == 0,
         "grammar": not s.HasField("grammar") or grammar_len(s.grammar) <= MAX_GRAMMAR,
     }
     for name, valid in ranges.items():

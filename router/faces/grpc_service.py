@@ -61,6 +61,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
                         cached_tokens=chunk.cached_len,
                         completion_tokens=chunk.index + len(chunk.tokens),
                         input_logprobs=chunk.input_logprobs,
+                        speculation=chunk.speculation if chunk.speculation.verify_steps else None,
                     )
             finally:
                 await stream.aclose()

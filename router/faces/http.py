@@ -159,5 +159,6 @@ async def collect(stream: AsyncIterator[TurnChunk]) -> tuple[TurnChunk, str]:
         total.input_logprobs += chunk.input_logprobs
         total.cached_len = chunk.cached_len
         total.finish_reason, total.matched = chunk.finish_reason, chunk.matched
+        total.speculation = chunk.speculation
     assert total is not None, "a turn yields at least one chunk or raises"
     return total, "".join(pieces)

@@ -146,6 +146,8 @@ class Relay:
         turn.num_scored += len(update.input_logprobs)
         if turn.cached_len is None and update.HasField("cached_len"):
             turn.cached_len = update.cached_len
+        if update.HasField("speculation"):
+            turn.speculated(update.speculation)
         if update.finish_reason in ("stop", "length"):
             await self._complete(turn, update.finish_reason)
         matched = update.WhichOneof("matched")
@@ -158,6 +160,7 @@ class Relay:
             input_logprobs=list(update.input_logprobs),
             finish_reason=update.finish_reason,
             matched=getattr(update, matched) if matched else None,
+            speculation=turn.speculation,
         )
 
     async def _complete(self, turn: LiveTurn, finish: str) -> None:

@@ -54,6 +54,8 @@ class TurnChunk:
     input_logprobs: list[session_pb2.TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
     matched: int | str | None = None
+    speculation: session_pb2.Speculation = field(default_factory=session_pb2.Speculation)
+    """What became of the turn's drafts so far."""
 
 
 class TurnState(Enum):
@@ -96,6 +98,10 @@ class LiveTurn:
     cached_len: int | None = None
     num_scored: int = 0
     """Input tokens whose logprobs are there: the next worker need not compute them again."""
+    speculation: session_pb2.Speculation = field(default_factory=session_pb2.Speculation)
+    """What became of its drafts, on all of its workers."""
+    earlier_speculation: session_pb2.Speculation = field(default_factory=session_pb2.Speculation)
+    """The same, before the present submission."""
     abort_requested: bool = False
     overdue: bool = False
     """Its deadline passed while its client did not read."""
@@ -138,8 +144,16 @@ class LiveTurn:
     def new_submission(self) -> str:
         """The turn is about to be sent to its worker. Returns its id there."""
         self._enter(TurnState.RUNNING)
+        self.earlier_speculation = self.speculation
         self.submission = f"{self.request.turn_id}/{uuid.uuid4().hex}"
         return self.submission
+
+    def speculated(self, counts: session_pb2.Speculation) -> None:
+        """What became of the present submission's drafts so far."""
+        total = session_pb2.Speculation()
+        for name in total.DESCRIPTOR.fields_by_name:
+            setattr(total, name, getattr(self.earlier_speculation, name) + getattr(counts, name))
+        self.speculation = total
 
     def unplaced(self) -> None:
         """The worker was lost, or preempted the turn."""

@@ -94,7 +94,7 @@ def update_message(update: TurnUpdate) -> worker_pb2.TurnUpdate:
     if update.drafts is not None:
         drafts = update.drafts
         message.speculation.CopyFrom(
-            worker_pb2.Speculation(
+            session_pb2.Speculation(
                 verify_steps=drafts.verify_steps,
                 proposed=drafts.proposed,
                 accepted=drafts.accepted,

@@ -112,22 +112,8 @@ class TurnUpdate(_message.Message):
     error_code: str
     error_message: str
     error_param: str
-    speculation: Speculation
-    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
-
-class Speculation(_message.Message):
-    __slots__ = ("verify_steps", "proposed", "accepted", "prediction_proposed", "prediction_accepted")
-    VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    PREDICTION_PROPOSED_FIELD_NUMBER: _ClassVar[int]
-    PREDICTION_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    verify_steps: int
-    proposed: int
-    accepted: int
-    prediction_proposed: int
-    prediction_accepted: int
-    def __init__(self, verify_steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., prediction_proposed: _Optional[int] = ..., prediction_accepted: _Optional[int] = ...) -> None: ...
+    speculation: _session_pb2.Speculation
+    def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., speculation: _Optional[_Union[_session_pb2.Speculation, _Mapping]] = ...) -> None: ...
 
 class WorkerReleaseRequest(_message.Message):
     __slots__ = ("session_id", "epoch", "mode", "request_id")

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from router.core import RouterCore
 from router.faces.constrain import constrain
-from router.faces.fields import MAX_TOP_LOGPROBS, Count, SessionHeader
+from router.faces.fields import MAX_TOP_LOGPROBS, Count, PredictedText, SessionHeader
 from router.faces.http import Tenant
 from router.faces.messages import template_messages
 from router.faces.openai.chat_answer import ChatAnswer
 from router.faces.openai.choices import generate_choices
 from router.faces.openai.generation import GenerationBody, generate
 from router.faces.tools import ToolFields
+
+
+class PredictedPart(BaseModel):
+    type: Literal["text"] = "text"
+    text: PredictedText
+
+
+class Prediction(BaseModel):
+    """What the output may repeat: OpenAI's predicted outputs."""
+
+    type: Literal["content"] = "content"
+    content: PredictedText | list[PredictedPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatBody(GenerationBody, ToolFields):
@@ -26,6 +42,7 @@ class ChatBody(GenerationBody, ToolFields):
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     continue_final_message: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _refuse_a_stream_of_prompt_logprobs(self) -> ChatBody:
@@ -54,6 +71,8 @@ def chat_routes(core: RouterCore) -> APIRouter:
         if body.prompt_logprobs is not None:
             sampling.logprob_start = 0
             sampling.logprobs = max(sampling.logprobs, body.prompt_logprobs)
+        if body.prediction is not None:
+            sampling.prediction = await core.inputs.prediction(body.prediction.text)
         answer = ChatAnswer(
             core.codec,
             constrain(core, use, text, sampling, reasoning=body.separate_reasoning),

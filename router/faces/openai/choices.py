@@ -15,7 +15,15 @@ from holdfast.errors import HoldfastError, InvalidRequest, SessionNotFound, Unsu
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.http import error_response, event_stream, until_disconnect
-from router.faces.openai.generation import AnswerFormat, Choice, GenerationBody, check_model, sse_event, usage_of
+from router.faces.openai.generation import (
+    AnswerFormat,
+    Choice,
+    GenerationBody,
+    check_model,
+    completion_details,
+    sse_event,
+    usage_of,
+)
 from router.faces.several import MAX_TURNS, collect_all, first_of, side_by_side
 from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
@@ -195,5 +203,5 @@ def _usage(turns: Sequence[TurnChunk], num_tokens: Sequence[int], choices: Seque
         "completion_tokens": sum(num_tokens),
         "total_tokens": total + sum(num_tokens),
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+        "completion_tokens_details": completion_details(turns, sum(choice.reasoning_tokens for choice in choices)),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -146,7 +146,18 @@ def usage_of(chunk: TurnChunk, completion_tokens: int, reasoning_tokens: int = 0
         "completion_tokens": completion_tokens,
         "total_tokens": chunk.prompt_len + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": chunk.cached_len},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": completion_details([chunk], reasoning_tokens),
+    }
+
+
+def completion_details(chunks: Iterable[TurnChunk], reasoning_tokens: int) -> dict[str, int]:
+    """OpenAI's details of outputs, given their last chunks."""
+    drafts = [chunk.speculation for chunk in chunks]
+    accepted = sum(each.prediction_accepted for each in drafts)
+    return {
+        "reasoning_tokens": reasoning_tokens,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(each.prediction_proposed for each in drafts) - accepted,
     }
 
 

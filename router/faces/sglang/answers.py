@@ -55,6 +55,8 @@ class Answer:
             "cached_tokens": chunk.cached_len,
             "e2e_latency": time.monotonic() - self._started,
         }
+        if chunk.speculation.verify_steps:
+            meta |= _speculation(chunk.speculation)
         if self._body.return_logprob:
             self._add_logprobs(meta, "output", self._output, [])
             if self._body.logprob_start_len >= 0:
@@ -82,6 +84,17 @@ class Answer:
 
     def _entries(self, tops: Iterable[session_pb2.TopLogprob]) -> list[list[Any]]:
         return [self._entry(top.logprob, top.token) for top in tops]
+
+
+def _speculation(drafts: session_pb2.Speculation) -> dict[str, Any]:
+    """SGLang's names. The accept length counts the token that each verification brings beside the accepted ones."""
+    return {
+        "spec_verify_ct": drafts.verify_steps,
+        "spec_draft_token_num": drafts.proposed,
+        "spec_accept_token_num": drafts.accepted,
+        "spec_accept_rate": drafts.accepted / drafts.proposed,
+        "spec_accept_length": 1 + drafts.accepted / drafts.verify_steps,
+    }
 
 
 async def answer_events(
