@@ -53,8 +53,13 @@ def next_token(chain: int, seed: int, allowed: Sequence[int] = range(VOCABULARY)
 
 def expected_output(history: Sequence[int], seed: int, count: int, *, in_grammar: bool = False) -> list[int]:
     """What a fault-free model says after ``history``."""
-    chain, output = chained(history), []
-    for i in range(count):
+    return next_tokens(history, seed, count, in_grammar)
+
+
+def next_tokens(tokens: Iterable[int], seed: int, count: int, in_grammar: bool, num_output: int = 0) -> list[int]:
+    """As ``expected_output``, after tokens of which the last ``num_output`` are output."""
+    chain, output = chained(tokens), []
+    for i in range(num_output, num_output + count):
         output.append(next_token(chain, seed, ALLOWED[i % len(ALLOWED)] if in_grammar else range(VOCABULARY)))
         chain = chained(output[-1:], chain)
     return output

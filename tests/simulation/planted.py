@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,13 +19,16 @@ from router.turns.settle import Settler
 from router.turns.turn import LiveTurn, TurnChunk
 from tests.simulation.disk import SimulatedJournal
 from tests.simulation.run import run_seed
+from workers.engine.leader import Leader
 from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
+from workers.scheduling import Draft, Turn, Work
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
+_accepted, _end_of = Draft.accepted, Leader._end_of
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
@@ -89,6 +92,20 @@ def _begin_anew(self: TurnGrammars, turn: Any, compiled: Any) -> None:
     self._matchers[turn.turn_id] = compiled.deep_copy()
 
 
+def _accepted_and_one(self: Draft, samples: Sequence[int]) -> int:
+    return min(len(self.tokens), _accepted(self, samples) + 1)
+
+
+def _end_a_token_late(self: Leader, turn: Turn) -> Any:
+    end = _end_of(self, turn)
+    if end is None:
+        return self.__dict__.setdefault("late", {}).pop(turn, None)
+    if turn not in self.__dict__.setdefault("late", {}):
+        self.__dict__["late"][turn] = end
+        return None
+    return end
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
     "a stale epoch is accepted": lambda: mock.patch.object(SqliteStore, "_fenced", _accept_any_epoch),
@@ -112,6 +129,11 @@ PLANTED: dict[str, Callable[[], Any]] = {
         SessionCache, "fork", _fork_without_references
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
+    "a draft is accepted one token too far": lambda: mock.patch.object(Draft, "accepted", _accepted_and_one),
+    "a draft is committed before it is verified": lambda: mock.patch.object(
+        Work, "num_known", property(lambda self: self.count)
+    ),
+    "a turn ends a token after its end": lambda: mock.patch.object(Leader, "_end_of", _end_a_token_late),
     "the digest is not compared": lambda: _skips_a_cut(),
 }
 

@@ -87,7 +87,8 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
-    cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps)
+    algorithm = ("NONE", "NGRAM")[result.seed // (2 * len(GROUPS)) % 2]
+    cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm)
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))

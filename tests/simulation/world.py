@@ -21,6 +21,7 @@ ENGINE = EngineConfig(
     max_running_requests=4,
     max_queued_requests=6,
     max_sessions=12,
+    speculative_num_draft_tokens=6,
 )
 ROUTER = RouterConfig(
     model=Path(),

@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.errors import HoldfastError
 from tests.workers.kv.test_state_machine import KVCore
+from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
 from workers.kv.page_table import PageTable, WindowTables
 from workers.kv.prefix import PrefixIndex
@@ -23,7 +24,7 @@ from workers.kv.slot_store import SlotStore
 MAX_EXAMPLES, CONTROL_EXAMPLES = 4000, 300
 """Far above what a bug takes (some hundreds at most), and what is played where there is none."""
 _slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
-_slide_slot = SlotStore._slide
+_slide_slot, _extend = SlotStore._slide, SessionCache._extend
 
 
 def _slide_early(self: WindowTables, table: PageTable, committed_len: int) -> int:
@@ -36,6 +37,17 @@ def _slide_as_if_idle(self: SlotStore, slot: Slot) -> int:
         return _slide_slot(self, slot)
     finally:
         slot.turn_id = turn_id
+
+
+def _slide_at_an_extend(self: SessionCache, slot: Slot, *lens: int) -> None:
+    _extend(self, slot, *lens)
+    for group in self.windows:
+        group.slide(slot.tables[group.index], slot.allocated_len)
+
+
+def _element_without_allocated(self: StateDigest, slot: Slot) -> int:
+    with mock.patch.object(slot, "allocated_len", slot.committed_len):
+        return _element(self, slot)
 
 
 def _first_group_s_element(self: StateDigest, slot: Slot) -> int:
@@ -58,6 +70,11 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "a prefix match is longer than the window held": lambda: mock.patch.object(
         PrefixIndex, "_windows", lambda self, tables: []
+    ),
+    "a draft's tail is not cut": lambda: mock.patch.object(SessionCache, "cut_tails", lambda self, session_ids: None),
+    "a window page is freed by a draft": lambda: mock.patch.object(SessionCache, "_extend", _slide_at_an_extend),
+    "the digest leaves out the allocated length": lambda: mock.patch.object(
+        StateDigest, "_element", _element_without_allocated
     ),
     "a group is left out of the digest": lambda: mock.patch.object(StateDigest, "_element", _first_group_s_element),
     "a page is counted in two groups": lambda: mock.patch.object(PrefixIndex, "add", _index_in_the_first_group),

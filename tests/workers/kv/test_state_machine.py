@@ -83,6 +83,46 @@ class KVCore(Machine):
         self.cache.commit({session: new_tokens(todo[session]) for session in running[:num_done]})
         self.forget_evicted()
 
+    @precondition(lambda self: any(m.running for m in self.model.values()))
+    @rule(
+        data=st.data(), num_drafted=st.integers(1, 9), num_accepted=st.integers(0, 9), ends=st.sampled_from([0, 0, 1])
+    )
+    def verify_draft(self, data: st.DataObject, num_drafted: int, num_accepted: int, ends: int) -> None:
+        """Decode one token and a draft, of which some is right; the turn may end before that is known."""
+        session = data.draw(st.sampled_from(sorted(s for s, m in self.model.items() if m.running)))
+        model, slot = self.model[session], self.cache.slots[session]
+        assert model.turn is not None
+        if len(model.turn) > slot.committed_len + 1 or not self.cache.extend_by_one([session]):
+            return
+        self.forget_evicted()
+        if len(model.turn) == slot.committed_len:
+            model.turn.append(len(model.turn) % 2)
+        others = {name: other.committed_len for name, other in self.cache.slots.items()}
+        cached = [group.pool.cached_pages() for group in self.cache.groups]
+        draft = [1] * min(num_drafted, self.cache.free_positions(session) - 1)
+        start = slot.committed_len
+        self.cache.extend(session, 1 + len(draft))
+        assert {name: other.committed_len for name, other in self.cache.slots.items()} == others, (
+            "a guess evicts nothing"
+        )
+        assert [group.pool.cached_pages() for group in self.cache.groups] == cached
+        self.apply_step()
+        self.write(session, start, [model.turn[start], *draft])
+        self.cache.commit({session: new_tokens(model.turn[start : start + 1])})
+        if ends:
+            self.finish(session, Outcome.ABORTED, twice=False)
+            return
+        accepted = draft[:num_accepted]
+        if accepted:
+            model.turn += accepted
+            self.cache.commit({session: new_tokens(accepted)})
+        self.cache.cut_tails([session])
+        model.turn.append(0)
+        assert slot.committed_len == slot.allocated_len == slot.reserved_len == start + 1 + len(accepted)
+        for group, table in zip(self.cache.groups, slot.tables, strict=True):
+            assert len(table.pages) == -(-slot.committed_len // self.cache.page_size), "the tail is cut (L3)"
+            assert FREED not in table.pages[group.first_needed(slot.committed_len) :], "a guess freed a window's page"
+
     @precondition(lambda self: any(m.turn is not None for m in self.model.values()))
     @rule(data=st.data(), outcome=st.sampled_from(Outcome), twice=st.booleans())
     def finish_one(self, data: st.DataObject, outcome: Outcome, twice: bool) -> None:
@@ -236,11 +276,14 @@ class KVCore(Machine):
         group = data.draw(st.sampled_from(self.cache.groups))
         slot = self.cache.slots[data.draw(st.sampled_from(sorted(self.cache.slots)))]
         table, digest = slot.tables[group.index], self.cache.digest()
-        changed = data.draw(st.sampled_from(["table", "count"] if table.held() else ["count"]))
+        changed = data.draw(
+            st.sampled_from(["table", "count", "allocated"] if table.held() else ["count", "allocated"])
+        )
         page = data.draw(st.integers(0, group.pool.num_pages - 1))
         for change in (1, -1):
-            if changed == "table":
-                table.digest += change
+            if changed != "count":
+                table.digest += change * (changed == "table")
+                slot.allocated_len += change * (changed == "allocated")
                 self.cache._digest.touch(slot)
             else:
                 group.pool.refcounts[page] += change
