@@ -27,6 +27,7 @@ from tests.workers.engine import NO_EOS, Engine
 from tests.workers.groups import GroupEngine
 from workers.config import BUNDLED_MODEL, EngineConfig
 from workers.kv.slot import new_tokens
+from workers.scheduling import Draft, Turn
 
 KINDS = {
     "full": "llama",
@@ -197,6 +198,42 @@ def two_ranks(kind: str) -> int:
     return count
 
 
+def speculation(kind: str) -> int:
+    """Drafts of each length, right up to each of its tokens, from every token of an output on."""
+    output, count = alone(kind, tuple(FIRST)), 0
+    for length in (1, 3, 11):
+        for num_right in range(length + 1):
+            played = engine(kind, speculative_algorithm="NGRAM", page_size=4)
+            drafted = FixedDrafts(played, output, num_right, length - num_right)
+            count += check(played.generate("s", FIRST, SAMPLED), kind, FIRST)
+            assert drafted.num_accepted == played.leader.counters["accepted_draft_tokens_ngram"]
+            played.submit("next", "s", [*FIRST, *output, *SECOND], SAMPLED)
+            drafted.output = alone(kind, (*FIRST, *output, *SECOND))
+            played.run()
+            assert played.cached("next") >= len([*FIRST, *output]) - 1, "a draft's tail leaves nothing to compute again"
+            count += check(played.output("next"), kind, [*FIRST, *output, *SECOND])
+    return count
+
+
+class FixedDrafts:
+    """Drafts of which so many tokens are right, and so many wrong."""
+
+    def __init__(self, played: Engine, output: list[int], num_right: int, num_wrong: int) -> None:
+        self.output, self._num_right, self._num_wrong, self.num_accepted = output, num_right, num_wrong, 0
+        speculation = played.leader.drafts.speculation
+        assert speculation is not None
+        speculation.candidates = lambda: list(played.scheduler.running.values())  # type: ignore[method-assign]
+        speculation.propose = self._propose  # type: ignore[method-assign]
+
+    def _propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        left = self.output[turn.num_output :]
+        right = left[: min(limit, self._num_right)]
+        wrong = [3 if token != 3 else 4 for token in left[len(right) :][: self._num_wrong]]
+        self.num_accepted += len(right)
+        draft = new_tokens([*right, *wrong][:limit])
+        return Draft(draft) if draft else None
+
+
 def migration(kind: str) -> int:
     """Between two workers over gRPC, then the last turn again from its start, and the next turn."""
     with tempfile.TemporaryDirectory() as folder:
@@ -256,6 +293,7 @@ FEATURES: dict[str, Callable[[str], int]] = {
     "prefix hit after a branch": prefix_hit_after_a_branch,
     "failover": failover,
     "TP 2 with digest": two_ranks,
+    "speculation": speculation,
     "migration": migration,
     "simulator": simulator,
 }
