@@ -28,7 +28,7 @@ from workers.kernels.fp8 import FP8
 from workers.kernels.products_launch import TritonProducts
 from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
-from workers.scheduling import SamplingParams, Turn, Work
+from workers.scheduling import Draft, SamplingParams, Turn, Work
 
 CUDA = torch.device("cuda", 0)
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"]
@@ -188,15 +188,20 @@ def test_a_choice_of_every_kind_waits_for_nothing(ended: bool, launches: list[st
     turns = [
         Turn(str(i), str(i), "", new_tokens(range(9)), 8, 0, params, end_tokens=END) for i, params in enumerate(kinds)
     ]
-    work = [Work(turn, i, 8, 1, True) for i, turn in enumerate(turns[:3])] + [Work(turns[3], 3, 0, 8, True, range(7))]
-    masks = {"1": b"\xff" * 16}
+    work = [
+        Work(turns[0], 0, 8, 1, True),
+        Work(turns[1], 1, 8, 3, True, Draft(new_tokens([7, 9]))),
+        Work(turns[2], 2, 8, 2, True, Draft(new_tokens([8]))),
+        Work(turns[3], 3, 0, 8, True, scored=range(7)),
+    ]
+    masks = {"1": [b"\xff" * 16] * 3}
     with FakeTensorMode():
         counts = PenaltyCounts(128, CUDA)
         for _ in range(3):
             wanted = choice.Choice(work, [ended, *[False] * 3], masks)
-            chosen, results = wanted.queue(torch.empty(4 + 7, 128, device=CUDA), counts)
-            assert chosen.device == results.device == CUDA and len(chosen) == 4 - ended
-            rows = 2 + 7
+            chosen, results = wanted.queue(torch.empty(7 + 7, 128, device=CUDA), counts)
+            assert chosen.device == results.device == CUDA and len(chosen) == 7 - ended
+            rows = 3 + 1 + 7
             assert results.shape == (len(chosen) + rows * (1 + 1 + 2 * 4) + 2 * (1 + 7),)
 
 

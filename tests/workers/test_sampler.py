@@ -13,7 +13,8 @@ import torch
 
 from workers.engine.choice import Choice, StepResult
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Place, Restrictions, gumbel_noise, mixing_keys, sample
+from workers.engine.sampler import Place, Restrictions, sample
+from workers.kernels.noise import gumbel_noise, mixing_keys
 from workers.kv.slot import new_tokens
 from workers.scheduling import Draft, SamplingParams, Turn, Work
 

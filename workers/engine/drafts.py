@@ -9,6 +9,8 @@ from workers.grammar.turns import TurnGrammars
 from workers.scheduling import Draft, Speculation, Step, Turn, Work
 
 ALGORITHMS = ("NONE", "NGRAM")
+PLAIN_STEPS = 8
+"""One of so many steps without drafts is measured."""
 
 
 class TurnDrafts:
@@ -21,6 +23,7 @@ class TurnDrafts:
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"speculative_algorithm: {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else None
+        self._num_plain = 0
         self._grammars = grammars
         self._counters = counters
 
@@ -68,7 +71,13 @@ class TurnDrafts:
 
     def measure(self, step: Step, seconds: float) -> None:
         """What a step cost, from the results before it to its own."""
-        if self.speculation is not None and all(work.samples and work.num_known == 1 for work in step.work):
+        if self.speculation is None:
+            return
+        drafts = any(work.draft is not None for work in step.work)
+        self._num_plain += not drafts
+        # Steps without drafts are alike, and there is little to learn from each.
+        is_sample = drafts or self._num_plain % PLAIN_STEPS == 0
+        if is_sample and all(work.samples and work.num_known == 1 for work in step.work):
             self.speculation.costs.observe(sum(work.count for work in step.work), seconds)
 
     def forget(self, turn: Turn) -> None:

@@ -56,7 +56,7 @@ class Rank:
             quantization=config.quantization,
             num_threads=config.num_threads,
         )
-        self._plan_attention = backend.plan_attention
+        self._plan_attention, self._add_noise = backend.plan_attention, backend.add_noise
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             # Beside kernels with threads of their own, torch's would wait actively on the same cores.
@@ -137,7 +137,7 @@ class Rank:
     ) -> tuple[Choice, Download]:
         logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
         choice = Choice(work, ended, masks.result() if masks is not None else {})
-        self._chosen, results = choice.queue(logits, self._counts)
+        self._chosen, results = choice.queue(logits, self._counts, self._add_noise)
         return choice, Download(results)
 
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:

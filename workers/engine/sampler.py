@@ -1,8 +1,7 @@
 """From logits to tokens, on the device. A row depends only on its own logits, history, seed and position.
 
-The noise is a counter-based function of (seed, position, token id). There is no generator state to
-save, send or lose, and a turn continues after a failover as it would have without one. A token is
-drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over the filtered tokens.
+A token is drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over the filtered tokens. A turn
+continues after a failover as it would have without one: see ``kernels.noise``.
 
 A step's parameters go to the device in one copy, grammars' masks in another, and nothing comes back: the host does
 not wait.
@@ -10,7 +9,6 @@ not wait.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts, penalties_of
+from workers.kernels.noise import AddNoise, add_torch_noise, mixing_keys
 from workers.kernels.upload import upload_parts
 from workers.scheduling import SamplingParams, Turn
 
@@ -45,7 +44,13 @@ class Place(NamedTuple):
         return len(self.turn.tokens) + len(self.drafted)
 
 
-def sample(logits: Tensor, places: Sequence[Place], restricted: Restrictions, counts: PenaltyCounts) -> Tensor:
+def sample(
+    logits: Tensor,
+    places: Sequence[Place],
+    restricted: Restrictions,
+    counts: PenaltyCounts,
+    add_noise: AddNoise = add_torch_noise,
+) -> Tensor:
     """One token a place, int64 ``[places]``, from fp32 ``logits [places, vocab]``, which is changed in place."""
     params = [place.turn.params for place in places]
     penalized = [i for i, p in enumerate(params) if p.penalized]
@@ -86,31 +91,11 @@ def sample(logits: Tensor, places: Sequence[Place], restricted: Restrictions, co
     if drawn:
         picked = logits.index_select(0, drawn_at) / temperature.unsqueeze(1)
         _filter(picked, picked_params, top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
-        logits.index_put_((drawn_at,), picked + gumbel_noise(keys_at, logits.shape[-1]))
+        add_noise(picked, keys_at)
+        if len(drawn) == len(places):
+            return picked.argmax(dim=-1)
+        logits.index_put_((drawn_at,), picked)
     return logits.argmax(dim=-1)
-
-
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise fp32 ``[turns, vocab_size]``, a function of each pair of ``mixing_keys``."""
-    first, second = (keys.view(-1, 2).long() & 0xFFFFFFFF).split(1, dim=1)
-    bits = torch.arange(vocab_size, device=keys.device).unsqueeze(0) * 0x9E3779B9
-    bits = _mix(_mix((bits + first) & 0xFFFFFFFF) ^ second)
-    uniform = (bits.double() + 0.5) / 2.0**32
-    return -(-uniform.log()).log().float()
-
-
-def mixing_keys(places: Sequence[tuple[int, int]]) -> array[int]:
-    """Two 32-bit keys for each ``(seed, position)``."""
-    return array("i", b"".join([hashlib.blake2b(b"%d/%d" % place, digest_size=8).digest() for place in places]))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit mixer (Wellons' lowbias32) on int64 tensors that hold 32-bit values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def _biases(

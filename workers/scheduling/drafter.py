@@ -15,8 +15,8 @@ MAX_INDEXED = 2**24
 MAX_RECENT = 2**15
 """Tokens of recent outputs, for each tenant. Twice as many at most are kept."""
 MAX_TENANTS = 64
-MAX_INTERVAL, MAX_MISS_INTERVAL = 8, 4
-"""Tokens between two lookups of a turn whose matches come to nothing, and of one that has none."""
+MAX_INTERVAL, MAX_INTERVAL_PREDICTED = 8, 2
+"""Tokens between two lookups of a turn that finds nothing, or nothing that holds; and of one with a prediction."""
 SEPARATOR = -1
 """Between recent outputs. No token equals it."""
 PREDICTED = 16
@@ -29,6 +29,17 @@ class _Recent:
 
     source: Source = field(default_factory=lambda: Source(array("i")))
     sessions: set[str] = field(default_factory=set)
+
+    def add(self, output: array[int], session_id: str) -> None:
+        self.sessions.add(session_id)
+        if len(self.source.tokens) + len(output) > 2 * MAX_RECENT:
+            self.source = Source(self.source.tokens[-MAX_RECENT:])
+        tokens, index = self.source.tokens, self.source.index
+        tokens.extend(output[-MAX_RECENT:])
+        index.extend(tokens, len(tokens) - 1)
+        tokens.append(SEPARATOR)
+        # The output's end is not indexed: nothing follows it, and an older place where something does is kept.
+        index.num_indexed = len(tokens)
 
 
 @dataclass(slots=True)
@@ -87,13 +98,17 @@ class NgramDrafter:
     def _lost(self, turn: Turn, followed: _Followed, *, lasted: bool) -> None:
         """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
         del self.matches[turn]
-        followed.interval = 1 if lasted else min(MAX_INTERVAL, 2 * followed.interval)
+        followed.interval = 1 if lasted else self._longer(followed)
         followed.look_at = followed.seen + followed.interval - 1
+
+    def _longer(self, followed: _Followed) -> int:
+        limit = MAX_INTERVAL if followed.prediction is None else MAX_INTERVAL_PREDICTED
+        return min(limit, 2 * followed.interval)
 
     def _look(self, turn: Turn, followed: _Followed) -> None:
         match = self._find(turn, followed)
         if match is None:
-            followed.interval = max(followed.interval, min(MAX_MISS_INTERVAL, 2 * followed.interval))
+            followed.interval = self._longer(followed)
             followed.look_at = len(turn.tokens) + followed.interval
         else:
             self.matches[turn] = match
@@ -114,11 +129,7 @@ class NgramDrafter:
             return
         recent = self._recent.pop(turn.tenant, None) or _Recent()
         self._recent[turn.tenant] = recent
-        recent.sessions.add(turn.session_id)
-        recent.source.tokens.extend(output)
-        recent.source.tokens.append(SEPARATOR)
-        if len(recent.source.tokens) > 2 * MAX_RECENT:
-            recent.source = Source(recent.source.tokens[-MAX_RECENT:])
+        recent.add(output, turn.session_id)
         if len(self._recent) > MAX_TENANTS:
             self._recent.popitem(last=False)
 

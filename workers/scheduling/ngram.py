@@ -49,13 +49,8 @@ class NgramIndex:
         first = self.num_indexed + 1
         if end - first >= _BULK:
             self._extend_in_bulk(np.frombuffer(tokens, dtype=np.int32)[:end], first)
-        else:
-            long, short = self._long, self._short
-            for position in range(first, end + 1):
-                at_long, at_short = self._slots(tokens, position)
-                short[at_short] = position
-                if position >= SIZES[0]:
-                    long[at_long] = position
+        elif end >= first:
+            self._extend_one_by_one(tokens, first, end)
         self.num_indexed = max(self.num_indexed, end)
 
     def cut(self, length: int) -> None:
@@ -83,6 +78,23 @@ class NgramIndex:
             short = x * a + y * b + z * c
             long = short + w * d + v * e + u * f
         return (long ^ long >> _FOLD) & mask, (short ^ short >> _FOLD) & mask
+
+    def _extend_one_by_one(self, tokens: array[int], first: int, end: int) -> None:
+        for position in range(first, min(end + 1, SIZES[0])):
+            self._short[self._slots(tokens, position)[1]] = position
+        first = max(first, SIZES[0])
+        if first > end:
+            return
+        # As ``_slots``, but each token is read once: most tokens of an output are indexed here.
+        a, b, c, d, e, f = _FACTORS
+        long, short, mask = self._long, self._short, len(self._long) - 1
+        v, w, z, y, x = tokens[first - SIZES[0] : first - 1]
+        for position, token in enumerate(tokens[first - 1 : end], first):
+            u, v, w, z, y, x = v, w, z, y, x, token
+            value = x * a + y * b + z * c
+            short[(value ^ value >> _FOLD) & mask] = position
+            value += w * d + v * e + u * f
+            long[(value ^ value >> _FOLD) & mask] = position
 
     def _extend_in_bulk(self, tokens: np.ndarray, first: int) -> None:
         words, mask = tokens.astype(np.int64), len(self._long) - 1

@@ -280,8 +280,11 @@ class Scheduler:
 
         A guess evicts nothing, retracts nothing, and delays no prefill.
         """
+        candidates = drafts.candidates()
+        if not candidates:
+            return
         budget, num_rows = self.limits.step_tokens - sum(w.count for w in work.values()), len(work)
-        for turn in drafts.candidates():
+        for turn in candidates:
             w = work.get(turn.turn_id)
             if w is None or budget <= 0 or not w.samples or w.count != 1 or turn.in_flight:
                 continue

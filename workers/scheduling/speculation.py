@@ -62,11 +62,11 @@ class StepCosts:
         """A step without prefills took this long, from the results before it to its own."""
         if self._weight > 1.0:
             seconds = min(seconds, MAX_SURPRISE * self.cost(num_tokens))
-        values = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
-        sums = (self._weight, self._n, self._t, self._nn, self._nt)
-        self._weight, self._n, self._t, self._nn, self._nt = (
-            STEP_DECAY * total + value for total, value in zip(sums, values, strict=True)
-        )
+        self._weight = STEP_DECAY * self._weight + 1.0
+        self._n = STEP_DECAY * self._n + num_tokens
+        self._t = STEP_DECAY * self._t + seconds
+        self._nn = STEP_DECAY * self._nn + num_tokens * num_tokens
+        self._nt = STEP_DECAY * self._nt + num_tokens * seconds
 
     def slope(self) -> float:
         """Seconds of one token more, never negative."""

@@ -22,6 +22,7 @@ from workers.kernels.cpu.tape import StepArrays, Tape
 from workers.kernels.elementwise import HeadNorms, Places, Rotation, TorchElementwise
 from workers.kernels.fp8 import FP8, read, stored
 from workers.kernels.grouped_experts import ExpertProducts, RouterSpec, TorchExperts
+from workers.kernels.noise import compiled_noise, gumbel_noise, mixing_keys
 from workers.kernels.paged_attention import paged_attention_reference
 
 T = TypeVar("T")
@@ -348,3 +349,21 @@ def test_settings_that_no_kernels_have() -> None:
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
         load_backend("cpu", CPU, dtype=torch.float16)
     assert load_backend("auto", CPU, dtype=torch.float16).tape is None
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 2048, 50_001])
+def test_noise_is_the_references(vocab_size: int) -> None:
+    """But for the last of 53 bits of two logarithms, which seldom change the last of 24."""
+    compiled = library.load_library()
+    assert compiled is not None
+    add_noise = compiled_noise(compiled)
+    keys = torch.frombuffer(mixing_keys([(1, 5), (2**62, 9), (-3, 10**6)]), dtype=torch.int32)
+    got = torch.zeros(3, vocab_size)
+    add_noise(got, keys)
+    expected = gumbel_noise(keys, vocab_size)
+    assert (got == expected).float().mean() > 0.9999
+    assert torch.allclose(got, expected, rtol=3e-7, atol=1e-9)
+    logits = torch.randn(3, vocab_size)
+    added = logits.clone()
+    add_noise(added, keys)
+    assert torch.equal(added, logits + got), "whatever the place in a row"

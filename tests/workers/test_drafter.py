@@ -1,0 +1,149 @@
+"""Lookups: what is found is right, whatever the sequence went through, and costs what it should."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.scheduling import SamplingParams, Speculation, Turn
+from workers.scheduling.drafter import MAX_RECENT, NgramDrafter
+from workers.scheduling.ngram import SIZES, NgramIndex, Source
+from workers.scheduling.speculation import StepCosts
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=120)
+
+
+def turn_of(tokens: list[int], prompt_len: int, turn_id: str = "t", **more: object) -> Turn:
+    given = {"session_id": "s", "tenant": "a", "keep_len": 0} | more
+    return Turn(
+        turn_id, tokens=array("i", tokens), prompt_len=prompt_len, params=SamplingParams(max_tokens=999), **given
+    )  # type: ignore[arg-type]
+
+
+def last_occurrence(tokens: list[int], n: int) -> int:
+    """The last position before the end that follows the ``n`` tokens at the end; 0: none."""
+    for position in range(len(tokens) - 1, n - 1, -1):
+        if tokens[position - n : position] == tokens[-n:]:
+            return position
+    return 0
+
+
+@settings(deadline=None)
+@given(tokens=TOKENS, ends=st.lists(st.integers(1, 120), max_size=8))
+def test_the_last_occurrence_of_the_longest_match_is_found(tokens: list[int], ends: list[int]) -> None:
+    source = Source(array("i", tokens))
+    for end in sorted(ends):  # in any pieces, by any of the ways
+        source.index.extend(source.tokens, min(end, len(tokens) - 1))
+    match = source.find(source.tokens, repeats=True)
+    long, short = (last_occurrence(tokens, n) if len(tokens) >= n else 0 for n in SIZES)
+    assert (match.position if match is not None else 0) == (long or short)
+    if match is not None:
+        length = match.length
+        assert tokens[match.position - length : match.position] == tokens[len(tokens) - length :]
+        block = tokens[match.position :]
+        assert match.draft(20).tolist() == (block * 20)[:20], "a repetition goes on"
+
+
+def test_an_index_is_the_same_made_at_once_or_step_by_step() -> None:
+    tokens = array("i", random.Random(1).choices(range(150_000), k=3000))
+    at_once, by_steps = NgramIndex(), NgramIndex()
+    at_once.extend(tokens, 2999)
+    for end in range(3000):
+        by_steps.extend(tokens, end)
+    # It grew on the way, and older entries came later then: of equal slots another position may be there.
+    same = sum(a == b for a, b in zip(at_once._long, by_steps._long, strict=True))
+    assert same > 0.9 * len(at_once._long)
+
+
+def test_a_rewound_session_finds_no_stale_match() -> None:
+    drafter = NgramDrafter()
+    first = turn_of([1, 2, 3, 4, 5, 6, 7, 8, 9], 9)
+    drafter.begin(first)
+    drafter.receive(first)
+    drafter.forget(first)
+    # The session was cut to three tokens and went another way.
+    second = turn_of([1, 2, 3, 9, 9, 9, 4, 5, 6], 9, "u", keep_len=3)
+    drafter.begin(second)
+    drafter.receive(second)
+    match = drafter.matches.get(second)
+    assert match is None or second.tokens[match.position - 3 : match.position] == second.tokens[-3:]
+
+
+def test_nothing_of_another_tenant_or_of_a_released_session_is_proposed() -> None:
+    output = [*range(50, 90)]
+    for tenant, release, found in (("a", False, True), ("b", False, False), ("a", True, False)):
+        drafter = NgramDrafter()
+        said = turn_of([1, 2, *output], 2)
+        drafter.begin(said)
+        drafter.forget(said)
+        if release:
+            drafter.release("s")
+        other = turn_of([7, *output[:6]], 1, "u", session_id="other", tenant=tenant)
+        drafter.begin(other)
+        drafter.receive(other)
+        assert (other in drafter.matches) == found
+        assert not found or drafter.matches[other].draft(5).tolist() == output[6:11]
+
+
+def test_recent_outputs_are_bounded() -> None:
+    drafter, rng = NgramDrafter(), random.Random(2)
+    for i in range(40):
+        turn = turn_of([1, *rng.choices(range(1000), k=3000)], 1, f"t{i}", session_id=f"s{i}", ephemeral=True)
+        drafter.begin(turn)
+        drafter.forget(turn)
+    recent = drafter._recent["a"].source
+    assert MAX_RECENT <= len(recent.tokens) <= 2 * MAX_RECENT and not drafter._indexes
+
+
+def test_a_draft_ends_before_an_end_token_and_between_outputs() -> None:
+    speculation = Speculation(16)
+    said = turn_of([1, *range(50, 70)], 1)
+    speculation.begin(said)
+    speculation.forget(said)
+    for end_tokens, expected in (({60}, [56, 57, 58, 59]), (set(), [*range(56, 70)])):
+        turn = turn_of([2, *range(50, 56)], 1, f"u{len(expected)}", session_id="x", end_tokens=frozenset(end_tokens))
+        speculation.begin(turn)
+        speculation.receive(turn, None, 0)
+        draft = speculation.propose(turn, 16, 1)
+        assert draft is not None and draft.tokens.tolist() == expected[: len(draft.tokens)]
+        assert len(draft.tokens) == len(expected) or not end_tokens
+        speculation.forget(turn)
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    """The chance of a place against its share of a step: dear tokens are drafted only where they are sure."""
+
+    def count(slope: float, held: float, num_rows: int) -> int:
+        speculation, rng = Speculation(16), random.Random(3)
+        for _ in range(300):
+            n = rng.choice([num_rows, num_rows + 8])
+            speculation.costs.observe(n, 0.01 + slope * n)
+        pattern = [*range(10, 60)]
+        turn = turn_of([*pattern, *pattern[:10]], 60)
+        speculation.begin(turn)
+        for i in range(10, 50):
+            speculation.receive(turn, None, 0)
+            if turn in speculation._drafter.matches:
+                for _ in range(5):
+                    speculation._rates[turn].observe(20, rng.random() < held)
+            turn.tokens.append(pattern[i])
+        draft = speculation.propose(turn, 16, num_rows)
+        return len(draft.tokens) if draft is not None else 0
+
+    assert count(1e-6, 0.9, 1) == 16, "a token more costs nothing"
+    assert 0 < count(0.01, 0.95, 1) < 16
+    assert count(0.01, 0.3, 1) == 0, "half of the step, for a third of a token"
+    assert count(0.01, 0.95, 16) <= count(0.01, 0.95, 1), "many rows fill the step"
+
+
+def test_the_costs_of_steps_are_a_line_that_delays_do_not_bend() -> None:
+    costs, rng = StepCosts(), random.Random(4)
+    for i in range(400):
+        n = rng.randint(1, 20)
+        costs.observe(n, (0.004 + 0.0005 * n) * (40 if i % 50 == 0 else 1))
+    assert 0.0002 < costs.slope() < 0.0015
+    assert costs.cost(30) > costs.cost(1) > 0.001
+    assert 0 < costs.break_even(1) < costs.break_even(16) < 1

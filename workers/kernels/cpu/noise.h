@@ -1,0 +1,58 @@
+// Gumbel noise as kernels/noise.py defines it, for sampling.
+#pragma once
+
+#include "simd.h"
+
+namespace holdfast {
+
+constexpr int HALF = LANES / 2;
+typedef double Doubles __attribute__((vector_size(8 * HALF)));
+typedef int64_t Longs __attribute__((vector_size(8 * HALF)));
+typedef uint32_t HalfWords __attribute__((vector_size(4 * HALF)));
+typedef float HalfFloats __attribute__((vector_size(4 * HALF)));
+
+// Of normal, positive numbers, to 2 ulp: the series of the inverse hyperbolic tangent.
+inline Doubles log(Doubles x) {
+    Longs bits = as<Longs>(x);
+    Longs exponent = (bits >> 52) - 1023;
+    Doubles m = as<Doubles>((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000);
+    Longs big = as<Longs>(m > 1.4142135623730951);
+    m = as<Doubles>(as<Longs>(m) - (big & (int64_t(1) << 52)));  // half of it
+    exponent -= big;
+    const Doubles magic = Doubles{} + 6755399441055744.0;  // 1.5 * 2^52: an integer is added to its bits
+    Doubles e = as<Doubles>(as<Longs>(magic) + exponent) - magic;
+    Doubles s = (m - 1.0) / (m + 1.0), z = s * s, p = Doubles{} + 2.0 / 23.0;
+    for (double n = 21.0; n > 1.0; n -= 2.0) p = p * z + 2.0 / n;
+    return e * 1.90821492927058770002e-10 + (s * p * z + 2.0 * s) + e * 6.93147180369123816490e-01;
+}
+
+inline Words mixed(Words x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352D;
+    x ^= x >> 15;
+    x *= 0x846CA68B;
+    return x ^ (x >> 16);
+}
+
+inline HalfFloats gumbel(HalfWords bits) {
+    Doubles uniform = (__builtin_convertvector(bits, Doubles) + 0.5) * 0x1p-32;
+    return __builtin_convertvector(-log(-log(uniform)), HalfFloats);
+}
+
+// Adds noise to a row of logits. `keys`: the row's pair.
+inline void add_noise(const uint32_t* keys, int64_t vocab_size, float* logits) {
+    uint32_t at[LANES];
+    for (int i = 0; i < LANES; i++) at[i] = uint32_t(i);
+    Words token = read<Words>(at);
+    for (int64_t first = 0; first < vocab_size; first += LANES) {
+        Words bits = mixed(mixed(token * 0x9E3779B9 + keys[0]) ^ keys[1]);
+        HalfWords halves[2];
+        memcpy(halves, &bits, sizeof bits);
+        HalfFloats noise[2] = {gumbel(halves[0]), gumbel(halves[1])};
+        long left = long(vocab_size - first);
+        store(logits + first, load(logits + first, left) + read<Floats>(noise), left);
+        token += LANES;
+    }
+}
+
+}  // namespace holdfast

@@ -1,0 +1,58 @@
+"""The noise that chooses a token: a counter-based function of (seed, position, token id), added to its logit.
+
+There is no generator state to save, send or lose. With standard Gumbel noise, the argmax of ``logits / temperature +
+noise`` is a sample of the softmax.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+AddNoise: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Adds noise to fp32 logits ``[rows, vocab]`` in place, given the rows' ``mixing_keys`` int32 ``[2 * rows]``."""
+
+
+def mixing_keys(places: Sequence[tuple[int, int]]) -> array[int]:
+    """Two 32-bit keys for each ``(seed, position)``."""
+    return array("i", b"".join([hashlib.blake2b(b"%d/%d" % place, digest_size=8).digest() for place in places]))
+
+
+def add_torch_noise(logits: Tensor, keys: Tensor) -> None:
+    """The reference: see ``AddNoise``."""
+    logits.add_(gumbel_noise(keys, logits.shape[-1]))
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise fp32 ``[rows, vocab_size]``."""
+    first, second = (keys.view(-1, 2).long() & 0xFFFFFFFF).split(1, dim=1)
+    bits = torch.arange(vocab_size, device=keys.device).unsqueeze(0) * 0x9E3779B9
+    bits = _mix(_mix((bits + first) & 0xFFFFFFFF) ^ second)
+    uniform = (bits.double() + 0.5) / 2.0**32
+    return -(-uniform.log()).log().float()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijective 32-bit mixer (Wellons' lowbias32) on int64 tensors that hold 32-bit values."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def compiled_noise(library: ctypes.CDLL) -> AddNoise:
+    """In a CPU's own kernels. Its logarithms may differ from torch's in the last of 53 bits."""
+    run = library.holdfast_add_noise
+
+    def add_noise(logits: Tensor, keys: Tensor) -> None:
+        assert logits.dtype == torch.float32 and logits.is_contiguous() and keys.dtype == torch.int32
+        run(keys.contiguous().data_ptr(), logits.shape[0], logits.shape[1], logits.data_ptr())
+
+    return add_noise
