@@ -25,7 +25,7 @@ MARGIN = 1.15
 """A draft must be worth this much more than it costs: its chance and its cost are estimates."""
 PRIOR_SHARE, PRIOR_VARIANCE = 0.15, 0.5
 """Of the cost of a step with one token, what is the token's, as first thought; and the weight of that thought."""
-MAX_SURPRISE = 3.0
+MAX_SURPRISE = 1.5
 """A step that took longer than this many times the expected was delayed by something else."""
 
 
@@ -69,17 +69,18 @@ class StepCosts:
         self._nt = STEP_DECAY * self._nt + num_tokens * seconds
 
     def slope(self) -> float:
-        """Seconds of one token more, never negative."""
+        """Seconds of one token more: at least nothing, at most a token's share of all."""
         mean_n, mean_t = self._n / self._weight, self._t / self._weight
         variance = self._nn / self._weight - mean_n * mean_n
         covariance = self._nt / self._weight - mean_n * mean_t
         prior = mean_t / (mean_n + 1 / PRIOR_SHARE - 1)
-        return max(0.0, (covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE))
+        slope = (covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE)
+        return min(max(0.0, slope), mean_t / mean_n)
 
     def cost(self, num_tokens: int) -> float:
         """Seconds of a step."""
         mean_n, mean_t = self._n / self._weight, self._t / self._weight
-        return max(mean_t / 10, mean_t + self.slope() * (num_tokens - mean_n))
+        return mean_t + self.slope() * (num_tokens - mean_n)
 
     def break_even(self, num_rows: int) -> float:
         """The chance from which on a token more pays in a step of ``num_rows``."""
