@@ -149,3 +149,17 @@ def test_the_costs_of_steps_are_a_line_that_delays_do_not_bend() -> None:
         if i > 60:
             assert 0.0003 < costs.slope() < 0.0008, i
     assert 0 < costs.break_even(1) < costs.break_even(16) < 1
+
+
+def test_a_dear_draft_is_not_remembered_for_ever() -> None:
+    """Else one slow step would end drafts for good: without them nothing more is learned of their cost."""
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(16, 0.002)
+    before = costs.break_even(16)
+    for _ in range(3):
+        costs.observe(272, 0.4)
+    assert costs.break_even(16) > 0.95
+    for _ in range(60):
+        costs.observe(16, 0.002)
+    assert costs.break_even(16) < 1.1 * before

@@ -19,12 +19,15 @@ from workers.scheduling.turn import DraftCounts, Turn
 MATCH_LENS, PRIOR_RATES = (6, 16), (0.4, 0.7, 0.9)
 """Matches shorter than the first, than the second, and longer ones; and how often they are first thought to hold."""
 PRIOR_WEIGHT = 2.0
-TOKEN_DECAY, STEP_DECAY = 0.95, 0.98
-"""How fast a turn's old tokens, and the worker's old steps, lose their weight."""
+TOKEN_DECAY, WORKER_DECAY = 0.95, 0.98
+"""How fast the old tokens of a turn, and of all turns, lose their weight."""
+STEP_WEIGHT = 0.1
+"""Of the last step among all steps that were measured."""
 MARGIN = 1.15
 """A draft must be worth this much more than it costs: its chance and its cost are estimates."""
-PRIOR_SHARE, PRIOR_VARIANCE = 0.15, 0.5
-"""Of the cost of a step with one token, what is the token's, as first thought; and the weight of that thought."""
+PRIOR_SHARE, PRIOR_SPREAD = 0.15, 0.25
+"""Of the cost of a step with one token, what is the token's, as first thought; and over which spread of steps' tokens,
+as a part of their mean, a measurement weighs as much as that thought."""
 MAX_SURPRISE = 1.5
 """A step that took longer than this many times the expected was delayed by something else."""
 
@@ -53,38 +56,38 @@ class Draft(NamedTuple):
 
 
 class StepCosts:
-    """A step's seconds by its number of tokens: a line through recent steps."""
+    """A step's seconds by its number of tokens: a line through the last steps.
+
+    What is not measured any more is forgotten: after a while without drafts they are given another chance.
+    """
 
     def __init__(self) -> None:
-        self._weight = self._n = self._t = self._nn = self._nt = 0.0
+        self._n = self._t = self._variance = self._covariance = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step without prefills took this long, from the results before it to its own."""
-        if self._weight > 1.0:
-            seconds = min(seconds, MAX_SURPRISE * self.cost(num_tokens))
-        self._weight = STEP_DECAY * self._weight + 1.0
-        self._n = STEP_DECAY * self._n + num_tokens
-        self._t = STEP_DECAY * self._t + seconds
-        self._nn = STEP_DECAY * self._nn + num_tokens * num_tokens
-        self._nt = STEP_DECAY * self._nt + num_tokens * seconds
+        if not self._n:
+            self._n, self._t = num_tokens, seconds
+        seconds = min(seconds, MAX_SURPRISE * self.cost(num_tokens))
+        dn, dt = num_tokens - self._n, seconds - self._t
+        self._n += STEP_WEIGHT * dn
+        self._t += STEP_WEIGHT * dt
+        self._variance = (1 - STEP_WEIGHT) * (self._variance + STEP_WEIGHT * dn * dn)
+        self._covariance = (1 - STEP_WEIGHT) * (self._covariance + STEP_WEIGHT * dn * dt)
 
     def slope(self) -> float:
         """Seconds of one token more: at least nothing, at most a token's share of all."""
-        mean_n, mean_t = self._n / self._weight, self._t / self._weight
-        variance = self._nn / self._weight - mean_n * mean_n
-        covariance = self._nt / self._weight - mean_n * mean_t
-        prior = mean_t / (mean_n + 1 / PRIOR_SHARE - 1)
-        slope = (covariance + PRIOR_VARIANCE * prior) / (variance + PRIOR_VARIANCE)
-        return min(max(0.0, slope), mean_t / mean_n)
+        prior, weight = self._t / (self._n + 1 / PRIOR_SHARE - 1), (PRIOR_SPREAD * self._n) ** 2
+        slope = (self._covariance + weight * prior) / (self._variance + weight)
+        return min(max(0.0, slope), self._t / self._n)
 
     def cost(self, num_tokens: int) -> float:
         """Seconds of a step."""
-        mean_n, mean_t = self._n / self._weight, self._t / self._weight
-        return mean_t + self.slope() * (num_tokens - mean_n)
+        return self._t + self.slope() * (num_tokens - self._n)
 
     def break_even(self, num_rows: int) -> float:
         """The chance from which on a token more pays in a step of ``num_rows``."""
-        if not self._weight:
+        if not self._n:
             return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
         return self.slope() * num_rows / self.cost(num_rows)
 
@@ -118,7 +121,7 @@ class Speculation:
         self.costs = StepCosts()
         self._drafter = NgramDrafter()
         self._rates: dict[Turn, _Rates] = {}
-        self._all_rates = _Rates(PRIOR_RATES, STEP_DECAY)
+        self._all_rates = _Rates(PRIOR_RATES, WORKER_DECAY)
         """Of all turns: what a new one starts from."""
 
     def begin(self, turn: Turn) -> None:
