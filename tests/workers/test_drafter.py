@@ -160,6 +160,6 @@ def test_a_dear_draft_is_not_remembered_for_ever() -> None:
     for _ in range(3):
         costs.observe(272, 0.4)
     assert costs.break_even(16) > 0.95
-    for _ in range(60):
+    for _ in range(120):
         costs.observe(16, 0.002)
     assert costs.break_even(16) < 1.1 * before

@@ -9,7 +9,7 @@ from workers.grammar.turns import TurnGrammars
 from workers.scheduling import Draft, Speculation, Step, Turn, Work
 
 ALGORITHMS = ("NONE", "NGRAM")
-PLAIN_STEPS = 8
+PLAIN_STEPS = 4
 """One of so many steps without drafts is measured."""
 
 
