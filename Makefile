@@ -46,6 +46,7 @@ bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.kv_memory
 	$(BIN)/python -m benchmarks.grammars
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.speculation
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.failover

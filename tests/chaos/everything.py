@@ -136,7 +136,8 @@ async def _play(
     hosts_in_turn = cycle([node.host for node in nodes if node.host is not None])
     if nodes[0].host is not None:
         others += [(f"a node is cut off for {s} s", partial(cut_off, hosts_in_turn, s)) for s in CUTS_S]
-    config = Config(port=0, grpc_port=0, device="cpu", workers=2, tp=2, routers=2, address=ray_address)
+    given = {"workers": 2, "tp": 2, "routers": 2, "speculative_algorithm": "NGRAM"}
+    config = Config(port=0, grpc_port=0, device="cpu", address=ray_address, **given)
     config = config.model_copy(update={"journal_url": redis.url, "rank_lease_s": 3.0})
     cluster = Cluster(config)
     keepers = [asyncio.create_task(node.keep(ray_address)) for node in nodes]

@@ -5,7 +5,7 @@ session's own history, from the request's prediction, or from recent outputs of 
 https://github.com/apoorvumang/prompt-lookup-decoding).
 
 An index is a table of positions by the hash of the ``n`` tokens before them, as in LZ4: without chains and without
-keys, because what is found is compared with the tokens anyway. It costs eight bytes a token and O(1) amortised time.
+keys, because what is found is compared with the tokens anyway. It costs 16 to 32 bytes a token and O(1) amortised time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NgramIndex:
     def extend(self, tokens: array[int], end: int) -> None:
         """Index the n-grams up to position ``end``, which must be less than the length: something follows them."""
         if 2 * end > len(self._long):
-            self._resize(2 << (2 * end).bit_length())
+            self._resize(1 << (2 * end).bit_length())
             self.num_indexed = SIZES[-1] - 1
         first = self.num_indexed + 1
         if end - first >= _BULK:
