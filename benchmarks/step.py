@@ -53,7 +53,7 @@ class NullDevice:
             return logits.expand(len(batch.logit_rows), -1)
 
         leader.rank.decoder.forward = forward  # type: ignore[method-assign]  # of this instance alone
-        leader.rank._plan_attention = plan_triton_attention
+        leader.rank._model._plan_attention = plan_triton_attention
         leader.rank.stream, leader.rank.overlaps = Stream(), True
 
     def download(self, tensor: torch.Tensor) -> Any:

@@ -16,20 +16,19 @@ from workers.engine.batch import Batch
 from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
 from workers.engine.memory import group_specs, pages_by_group
+from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.grammar.turns import Masks
 from workers.kernels.backend import load_backend
-from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.fp8 import FP8
 from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
-from workers.models import ForwardBatch, GroupBatch, KVPool, ModelConfig, load_decoder, read_config
+from workers.models import KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
-from workers.models.taped import TapedDecoder
 from workers.models.tensors import fingerprint
 from workers.scheduling import Work
 
@@ -56,7 +55,7 @@ class Rank:
             quantization=config.quantization,
             num_threads=config.num_threads,
         )
-        self._plan_attention, self._add_noise = backend.plan_attention, backend.add_noise
+        self._add_noise = backend.add_noise
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             # Beside kernels with threads of their own, torch's would wait actively on the same cores.
@@ -95,8 +94,7 @@ class Rank:
             torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
-        self._head_shapes = model.head_shapes
-        self._taped = TapedDecoder(self.decoder, backend.tape, self.kv, self.tables) if backend.tape else None
+        self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed)
         self._group = group
         overlap = config.overlap_schedule
         self.overlaps = self.device.type == "cuda" if overlap is None else overlap
@@ -124,12 +122,7 @@ class Rank:
     @torch.inference_mode()
     def _forward(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         self._apply_updates(copies, table_updates)
-        if not batch.rows:
-            self._logits = None
-        elif self._taped is not None:
-            self._logits = self._taped.forward(self._step_arrays(batch))
-        else:
-            self._logits = self.decoder.forward(self._forward_batch(batch), self.kv)
+        self._logits = self._model.forward(batch)
 
     @torch.inference_mode()
     def _choose(
@@ -151,51 +144,6 @@ class Rank:
                 rows, columns, pages = upload_parts([array("i", part) for part in parts], self.device)
                 table.index_put_((rows, columns), pages)
         self.kv.copy_pages(copies)
-
-    def _step_arrays(self, batch: Batch) -> StepArrays:
-        tokens = batch.tokens
-        places = [i for i, token in enumerate(tokens) if token < 0]
-        if places:
-            tokens = tokens[:]
-            fed = self._fed(torch.tensor([-1 - tokens[i] for i in places]))
-            for i, token in zip(places, fed.tolist(), strict=True):
-                tokens[i] = token
-        rest = (array("i", part) for part in (batch.rows, batch.starts, batch.counts, batch.logit_rows))
-        return StepArrays(tokens, *rest)
-
-    def _forward_batch(self, batch: Batch) -> ForwardBatch:
-        size, starts, counts = self.cache.page_size, batch.starts, batch.counts
-        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-        positions, sequences = array("i", starts), array("i", range(len(counts)))
-        if len(batch.tokens) > len(counts):  # not decodes alone
-            positions = array(
-                "i", [p for start, end in zip(starts, context_lens, strict=True) for p in range(start, end)]
-            )
-            sequences = array("i", [i for i, count in enumerate(counts) for _ in range(count)])
-        places = (torch.frombuffer(batch.tokens, dtype=torch.int32) < 0).nonzero().flatten().tolist()
-        chosen = [-1 - batch.tokens[i] for i in places]
-        parts = [batch.tokens, positions, sequences]
-        parts += [array("i", part) for part in (batch.rows, batch.logit_rows, places, chosen)]
-        # One copy to the device for all of them.
-        packed = upload_parts([array("i", b"".join(parts))], self.device)[0].long()
-        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split([len(part) for part in parts])
-        if places:
-            tokens.index_put_((fed,), self._fed(fed_from))
-        num_columns = -(-max(context_lens) // size)
-        groups = []
-        for group, whole, heads in zip(self.cache.groups, self.tables, self._head_shapes, strict=True):
-            tables = whole[:, :num_columns].index_select(0, rows)
-            plan = self._plan_attention(
-                tables, counts, context_lens, size, heads=heads, dtype=self.dtype, window=group.window
-            )
-            groups.append(GroupBatch(tables[sequence, at // size].long(), plan))
-        return ForwardBatch(
-            tokens=tokens,
-            positions=at,
-            write_offsets=at % size,
-            groups=groups,
-            logit_rows=logit_rows,
-        )
 
     def _fed(self, chosen: Tensor) -> Tensor:
         """Tokens that were chosen last, on every rank: the leader's."""

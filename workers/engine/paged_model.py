@@ -1,0 +1,88 @@
+"""A decoder over the page tables of its KV groups: a batch of the step log in, logits out."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.engine.batch import Batch
+from workers.kernels.backend import Backend
+from workers.kernels.cpu.tape import StepArrays
+from workers.kernels.upload import upload_parts
+from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool
+from workers.models.taped import TapedDecoder
+
+
+class PagedModel:
+    """Runs a decoder on ``kv`` and ``tables``, which stay where they are. For the thread that owns the device."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        kv: KVPool,
+        tables: Sequence[Tensor],
+        fed: Callable[[Tensor], Tensor],
+    ) -> None:
+        """``tables``: by KV group, int32 ``[sessions, max_pages]``. ``fed``: tokens that were chosen on the device, by
+        their number among those chosen last.
+        """
+        self._decoder, self._kv, self._tables, self._fed = decoder, kv, tables, fed
+        self._plan_attention = backend.plan_attention
+        self._taped = TapedDecoder(decoder, backend.tape, kv, tables) if backend.tape else None
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """The logits of the batch's ``logit_rows``, fp32 ``[samples, vocab]``; None if the batch is empty."""
+        if not batch.rows:
+            return None
+        if self._taped is not None:
+            return self._taped.forward(self._step_arrays(batch))
+        return self._decoder.forward(self._forward_batch(batch), self._kv)
+
+    def _step_arrays(self, batch: Batch) -> StepArrays:
+        tokens = batch.tokens
+        places = [i for i, token in enumerate(tokens) if token < 0]
+        if places:
+            tokens = tokens[:]
+            fed = self._fed(torch.tensor([-1 - tokens[i] for i in places]))
+            for i, token in zip(places, fed.tolist(), strict=True):
+                tokens[i] = token
+        rest = (array("i", part) for part in (batch.rows, batch.starts, batch.counts, batch.logit_rows))
+        return StepArrays(tokens, *rest)
+
+    def _forward_batch(self, batch: Batch) -> ForwardBatch:
+        size, starts, counts = self._kv.page_size, batch.starts, batch.counts
+        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+        positions, sequences = array("i", starts), array("i", range(len(counts)))
+        if len(batch.tokens) > len(counts):  # not decodes alone
+            positions = array(
+                "i", [p for start, end in zip(starts, context_lens, strict=True) for p in range(start, end)]
+            )
+            sequences = array("i", [i for i, count in enumerate(counts) for _ in range(count)])
+        places = (torch.frombuffer(batch.tokens, dtype=torch.int32) < 0).nonzero().flatten().tolist()
+        chosen = [-1 - batch.tokens[i] for i in places]
+        parts = [batch.tokens, positions, sequences]
+        parts += [array("i", part) for part in (batch.rows, batch.logit_rows, places, chosen)]
+        # One copy to the device for all of them.
+        packed = upload_parts([array("i", b"".join(parts))], self._decoder.device)[0].long()
+        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split([len(part) for part in parts])
+        if places:
+            tokens.index_put_((fed,), self._fed(fed_from))
+        num_columns = -(-max(context_lens) // size)
+        groups, config, dtype = [], self._decoder.config, self._decoder.dtype
+        for group, whole, heads in zip(config.kv_groups, self._tables, config.head_shapes, strict=True):
+            tables = whole[:, :num_columns].index_select(0, rows)
+            plan = self._plan_attention(
+                tables, counts, context_lens, size, heads=heads, dtype=dtype, window=group.window
+            )
+            groups.append(GroupBatch(tables[sequence, at // size].long(), plan))
+        return ForwardBatch(
+            tokens=tokens,
+            positions=at,
+            write_offsets=at % size,
+            groups=groups,
+            logit_rows=logit_rows,
+        )
