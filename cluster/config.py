@@ -50,9 +50,10 @@ class Config(BaseModel):
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
-    speculative_algorithm: Literal["NONE", "NGRAM"] = Field(
-        "NONE", description="drafts, never another output; NGRAM: of the session's history, predictions, recent outputs"
+    speculative_algorithm: Literal["NONE", "NGRAM", "STANDALONE"] = Field(
+        "NONE", description="drafts, never another output; NGRAM: looked up; STANDALONE: of a smaller model"
     )
+    speculative_draft_model_path: Path | None = Field(None, description="checkpoint of STANDALONE's smaller model")
     speculative_num_draft_tokens: int = Field(
         16, ge=1, le=64, description="tokens that a step verifies for a turn, at most; fewer where more do not pay"
     )
@@ -158,6 +159,8 @@ class Config(BaseModel):
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
             speculative_algorithm=self.speculative_algorithm,
+            speculative_draft_model_path=self.speculative_draft_model_path
+            and self.speculative_draft_model_path.resolve(),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             page_size=self.page_size,
             context_length=self.context_length,

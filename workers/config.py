@@ -46,7 +46,10 @@ class EngineConfig:
     grammar_timeout_s: float = 10.0
     """A turn whose grammar takes longer to compile is refused."""
     speculative_algorithm: str = "NONE"
-    """``NGRAM``: drafts are looked up in a session's history, in predictions and in recent outputs."""
+    """``NGRAM``: drafts are looked up in a session's history, in predictions and in recent outputs. ``STANDALONE``: a
+    smaller model proposes them."""
+    speculative_draft_model_path: Path | None = None
+    """That model's checkpoint, with the same vocabulary."""
     speculative_num_draft_tokens: int = 16
     """Of a turn in a step, at most. Fewer where more would not pay."""
     num_threads: int = 1

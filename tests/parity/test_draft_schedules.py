@@ -14,6 +14,7 @@ import pytest
 from tests.parity.matrix import CONFIG, KINDS, checkpoint
 from tests.workers.engine import Engine
 from tests.workers.groups import GroupEngine
+from tests.workers.test_draft_model import eager
 from tests.workers.test_speculation import TWO_WORDS, Guesses
 from workers.scheduling import Finish, Grammar, SamplingParams
 
@@ -58,6 +59,14 @@ def said(engine: Engine, turn_id: str) -> tuple[list[int], Finish | None, list[f
     return engine.output(turn_id), updates[-1].finish, logprobs
 
 
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
+
+
+def with_draft_model(kind: str) -> dict[str, Any]:
+    """The model itself, which is right wherever its drafts' KV is. Its weights are random: no other would be."""
+    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": checkpoint(kind)}
+
+
 class Oracle:
     """What turns say when each is computed alone, in one piece and without drafts."""
 
@@ -92,6 +101,7 @@ def play(seed: int) -> tuple[int, int, int]:
     """One schedule. Returns how many tokens were drafted, how many accepted, and how often a turn was retracted."""
     rng = random.Random(seed)
     kind, size = list(KINDS)[seed % len(KINDS)], 1 + (seed // len(KINDS)) % 2
+    drafter = NGRAM if kind == "window" else rng.choice([NGRAM, NGRAM, with_draft_model(kind)])
     engine = make(
         kind,
         size,
@@ -99,12 +109,14 @@ def play(seed: int) -> tuple[int, int, int]:
         max_total_tokens=rng.choice([128, 2048]),
         chunked_prefill_size=rng.choice([8, 24, 64]),
         overlap_schedule=rng.random() < 0.5,
-        speculative_algorithm="NGRAM",
         speculative_num_draft_tokens=rng.choice([1, 4, 16]),
+        **drafter,
     )
     reference, outputs = oracle(kind, size), {}
-    if rng.random() < 0.7:
+    if drafter == NGRAM and rng.random() < 0.7:
         Guesses(engine, outputs, seed)
+    elif drafter != NGRAM:
+        eager(engine)
     histories: dict[str, list[int]] = {name: [] for name in "abcd"}
     for number in range(rng.randint(3, 6)):
         turns = {}
@@ -137,7 +149,7 @@ def play(seed: int) -> tuple[int, int, int]:
         engine.stop()
     counters = engine.leader.counters
     drafted, accepted = (
-        sum(counters[f"{what}_{drafter}"] for drafter in ("ngram", "prediction"))
+        sum(counters[f"{what}_{name}"] for name in ("ngram", "prediction", "model"))
         for what in ("draft_tokens", "accepted_draft_tokens")
     )
     return drafted, accepted, engine.scheduler.num_retracted

@@ -162,13 +162,15 @@ class SimulatedRank:
         self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
         self._num_broadcasts = 0
 
-    def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
-        """Compute each turn's chains in its share of the batch, from what the pages say of all before."""
+    def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         for group, row, column, page in table_updates:
             self._tables[group, row, column] = page
         for copy in copies:
             self.kv.copy(*copy)
-        self.cache.finish_copies(len(copies))
+
+    def launch(self, batch: Batch, num_copies: int) -> None:
+        """Compute each turn's chains in its share of the batch, from what the pages say of all before."""
+        self.cache.finish_copies(num_copies)
         self._chains, at, fed = [], 0, self._fed(batch)
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             chain = self._chain_before(row, start, count)

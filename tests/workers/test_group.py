@@ -53,6 +53,17 @@ def test_outputs_equal_those_of_one_rank_under_chunking_and_retract(size: int) -
     many.stop()
 
 
+def test_a_page_that_is_copied_before_it_is_written_is_copied_on_every_rank(group: GroupEngine) -> None:
+    """Two sessions share a page that is partly full, and both go on: the digest covers the copy's references."""
+    output = group.generate("s", prompt(1, 20))
+    history = [*prompt(1, 20), *output]
+    group.leader.fork("s", "child", 1, 27)
+    group.commands()
+    for session, known in (("child", history[:27]), ("s", history)):
+        assert group.generate(session, [*known, 7]) == Engine().generate(session, [*known, 7])
+    assert not group.refused
+
+
 def test_logprobs_of_input_and_output_equal_those_of_one_rank(group: GroupEngine) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True, num_logprobs=3, logprob_start=2)
     alone = Engine()

@@ -9,9 +9,9 @@ from holdfast.errors import HoldfastError
 from workers.engine.drafts import TurnDrafts
 from workers.engine.messages import Submission, check_tokens
 from workers.engine.outputs import Outputs
+from workers.engine.rank import Rank
 from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
-from workers.kv import SessionCache
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Finish, Scheduler, Turn
 
@@ -19,14 +19,12 @@ from workers.scheduling import Finish, Scheduler, Turn
 class Admission:
     """Queues turns with a scheduler. For the leader's thread."""
 
-    def __init__(
-        self, cache: SessionCache, scheduler: Scheduler, outputs: Outputs, drafts: TurnDrafts, vocab_size: int
-    ) -> None:
-        self._cache = cache
+    def __init__(self, rank: Rank, scheduler: Scheduler, outputs: Outputs, drafts: TurnDrafts) -> None:
+        self._cache = rank.cache
         self._drafts = drafts
         self._scheduler = scheduler
         self._outputs = outputs
-        self._vocab_size = vocab_size
+        self._vocab_size = rank.model_config.vocab_size
 
     def admit(
         self, submission: Submission, compiled: Matcher | StopPatterns | None

@@ -1,14 +1,18 @@
-"""Drafts for a leader's turns: proposed by ``scheduling.speculation``, and cut to what a turn's grammar allows."""
+"""Drafts for a leader's turns: looked up or computed, and cut to what a turn's grammar allows."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from holdfast.errors import ConfigError
+from workers.config import EngineConfig
+from workers.engine.rank import Rank
 from workers.grammar.turns import TurnGrammars
 from workers.scheduling import Draft, Speculation, Step, Turn, Work
+from workers.scheduling.model_speculation import ModelSpeculation
 
-ALGORITHMS = ("NONE", "NGRAM")
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE")
 PLAIN_STEPS = 4
 """One of so many steps without drafts is measured."""
 
@@ -19,11 +23,14 @@ class TurnDrafts:
     Raises ConfigError for an unknown algorithm.
     """
 
-    def __init__(self, algorithm: str, max_draft: int, grammars: TurnGrammars, counters: Counter[str]) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, grammars: TurnGrammars, counters: Counter[str]) -> None:
+        algorithm, max_draft = config.speculative_algorithm, config.speculative_num_draft_tokens
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"speculative_algorithm: {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-        self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else None
-        self._num_plain = 0
+        self._model = ModelSpeculation(max_draft, config.chunked_prefill_size) if algorithm == "STANDALONE" else None
+        self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else self._model
+        self._rank = rank
+        self._num_plain, self._computing_s = 0, 0.0
         self._grammars = grammars
         self._counters = counters
 
@@ -40,10 +47,29 @@ class TurnDrafts:
         """See ``scheduling.Drafts``."""
         assert self.speculation is not None, "there is no candidate"
         draft = self.speculation.propose(turn, limit, num_rows)
-        if draft is None:
-            return None
-        num_allowed = self._grammars.allowed(turn, draft.tokens)
-        return draft.first(num_allowed) if num_allowed else None
+        return draft if draft is None or self._model is not None else self._allowed(turn, draft)
+
+    def compute(self, step: Step) -> None:
+        """Have a draft model compute the drafts that are planned. The step's page tables are on the device."""
+        jobs = self._model.jobs(step.work) if self._model is not None else []
+        self._computing_s = 0.0
+        if self._model is None or not jobs:
+            return
+        began = time.monotonic()
+        drafts, num_runs = self._rank.draft(jobs)
+        self._computing_s = time.monotonic() - began
+        self._model.computed(jobs, num_runs if drafts else 0, self._computing_s)
+        for work in step.work:
+            if work.draft is not None:
+                work.count = work.num_known
+                work.draft = self._allowed(work.turn, Draft(drafts[work.turn.turn_id]))
+                work.count += len(work.draft.tokens) if work.draft is not None else 0
+
+    def _allowed(self, turn: Turn, draft: Draft) -> Draft | None:
+        """What the turn's grammar allows of a draft, up to an end token: that is chosen, if it is, after the draft."""
+        count = next((i for i, token in enumerate(draft.tokens) if token in turn.end_tokens), len(draft.tokens))
+        count = min(count, self._grammars.allowed(turn, draft.tokens[:count]))
+        return draft.first(count) if count else None
 
     def need_results(self, launched: Step) -> bool:
         """Whether a step's results must be known before the next is planned.
@@ -64,7 +90,7 @@ class TurnDrafts:
         accepted = min(num_received, num_accepted)
         self.speculation.receive(work.turn, work.draft, accepted)
         if work.draft is not None:
-            drafter = "prediction" if work.draft.is_predicted else "ngram"
+            drafter = "model" if self._model is not None else "prediction" if work.draft.is_predicted else "ngram"
             self._counters[f"verify_steps_{drafter}"] += 1
             self._counters[f"draft_tokens_{drafter}"] += len(work.draft.tokens)
             self._counters[f"accepted_draft_tokens_{drafter}"] += accepted
@@ -78,7 +104,7 @@ class TurnDrafts:
         # Steps without drafts are alike, and there is little to learn from each.
         is_sample = drafts or self._num_plain % PLAIN_STEPS == 0
         if is_sample and all(work.samples and work.num_known == 1 for work in step.work):
-            self.speculation.costs.observe(sum(work.count for work in step.work), seconds)
+            self.speculation.costs.observe(sum(work.count for work in step.work), seconds - self._computing_s)
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""

@@ -76,4 +76,6 @@ class Follower:
         """One iteration: apply -> ack -> compute."""
         self._send_ack(self.reader.apply(entry))
         cache = self.rank.cache
-        self.rank.launch(Batch.from_message(entry.batch), list(cache.pending_copies), cache.take_table_updates())
+        copies = list(cache.pending_copies)
+        self.rank.update(copies, cache.take_table_updates())
+        self.rank.launch(Batch.from_message(entry.batch), len(copies))

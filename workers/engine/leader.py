@@ -77,8 +77,7 @@ class Leader:
         )
         self.counters: Counter[str] = Counter()
         grammars = TurnGrammars(self.rank.grammar_compiler, self._grammar_executor)
-        num_draft = config.speculative_num_draft_tokens
-        self.drafts = TurnDrafts(config.speculative_algorithm, num_draft, grammars, self.counters)
+        self.drafts = TurnDrafts(config, self.rank, grammars, self.counters)
         self.scheduler = Scheduler(self.cache, limits, self.drafts)
         self.epochs = SessionEpochs()
         self.migrations = KVMigrations(self)
@@ -86,8 +85,7 @@ class Leader:
         self._emit = emit
         self._on_crash = on_crash
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
-        vocab_size = self.rank.model_config.vocab_size
-        self._admission = Admission(self.cache, self.scheduler, self._outputs, self.drafts, vocab_size)
+        self._admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
         self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
@@ -108,18 +106,20 @@ class Leader:
     def step(self) -> None:
         """One iteration: plan -> write the log -> launch -> collect.
 
-        With overlap, what is collected is the step before: the device computes one step while the host
-        collects the last and plans the next. What a step samples depends on what was collected, so it is
-        chosen after that: penalties, grammars and ends are exact. Around drafts it is collected first.
+        With overlap, what is collected is the step before: the device computes one while the host plans the next.
+        What a step samples depends on what was collected, so it is chosen after that: ends are exact. Around drafts
+        it is collected first.
         """
         self._updates |= self._gate.end_overdue()
         if self._in_flight and self.drafts.need_results(self._in_flight.step):
             self.collect()
         step = self.scheduler.plan()
-        batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight is not None else ())
+        self.rank.update(step.copies, step.table_updates)
+        self.drafts.compute(step)
+        batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight else ())
         self._replication.write(batch)
         began = time.monotonic()
-        self.rank.launch(batch, step.copies, step.table_updates)
+        self.rank.launch(batch, len(step.copies))
         self.collect()
         self.scheduler.commit(step)
         self._in_flight = self._choose(step, began) if step.work else None

@@ -21,12 +21,24 @@ SESSION_TOKENS = 4096
 """What a session is taken to hold, where the share of window groups is computed."""
 
 
-def pages_by_group(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[int]:
+def pages_by_group(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft: ModelConfig | None = None,
+) -> list[int]:
     """The pages of each KV group of ``model`` (this rank's shard), by ``max_total_tokens`` or by free memory.
+
+    ``draft``: a model whose KV lies in the pages of one of the groups, one that keeps every token.
 
     Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs.
     """
-    pages = _by_memory(config, model, dtype, device)
+    sizes = page_sizes_bytes(model, config.page_size, dtype)
+    if draft is not None:
+        host = next(i for i, group in enumerate(model.kv_groups) if not group.window)
+        sizes[host] += sum(page_sizes_bytes(draft, config.page_size, dtype))
+    pages = _by_memory(config, model, sizes, device)
     for group, ours in zip(model.kv_groups, pages, strict=True):
         needed = min(max(pages), _pages_of_a_turn(config, group.window))
         if group.window and ours < needed:
@@ -37,8 +49,7 @@ def pages_by_group(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     return pages
 
 
-def _by_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[int]:
-    sizes = page_sizes_bytes(model, config.page_size, dtype)
+def _by_memory(config: EngineConfig, model: ModelConfig, sizes: list[int], device: torch.device) -> list[int]:
     if config.max_total_tokens is not None:
         return _divide(config, model, -(-config.max_total_tokens // config.page_size))
     if device.type == "cuda":

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from workers.config import EngineConfig
 from workers.engine.batch import Batch
 from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
+from workers.engine.draft_model import DraftModel, host_group, read_draft_config
 from workers.engine.memory import group_specs, pages_by_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
@@ -22,15 +24,16 @@ from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream, ThreadStream
 from workers.grammar.compiler import GrammarCompiler
 from workers.grammar.turns import Masks
-from workers.kernels.backend import load_backend
+from workers.kernels.backend import Backend, load_backend
 from workers.kernels.fp8 import FP8
 from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
-from workers.models import KVPool, ModelConfig, load_decoder, read_config
+from workers.models import Decoder, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
 from workers.scheduling import Work
+from workers.scheduling.model_speculation import DraftJob
 
 
 class Rank:
@@ -47,34 +50,17 @@ class Rank:
         )
         self.device = pick_device(config.device)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
-        backend = load_backend(
-            config.attention_backend,
-            self.device,
-            dtype=self.dtype,
-            deterministic=config.deterministic,
-            quantization=config.quantization,
-            num_threads=config.num_threads,
-        )
+        backend = self._load_backend(config)
         self._add_noise = backend.add_noise
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             # Beside kernels with threads of their own, torch's would wait actively on the same cores.
             torch.set_num_threads(1 if backend.tape is not None else config.num_threads)
-        self.decoder = load_decoder(
-            config.model,
-            self.model_config,
-            device=self.device,
-            dtype=self.dtype,
-            context_len=self.context_len,
-            # Panels are multiplied as they are stored: what the checkpoint has, unless it was chosen otherwise.
-            weight_dtype=self.model_config.dtype if backend.tape is not None and config.dtype == "auto" else None,
-            group=group,
-            expert_parallel=config.expert_parallel,
-            kernels=backend,
-        )
+        self.decoder = self._load_decoder(config, config.model, self.model_config, backend, group)
         model = self.decoder.config
         kv_dtype = _kv_dtype(config.kv_cache_dtype, self.dtype)
-        num_pages = pages_by_group(config, model, kv_dtype, self.device)
+        draft = read_draft_config(config, self.model_config)
+        num_pages = pages_by_group(config, model, kv_dtype, self.device, draft)
         if group is not None:
             num_pages = [group.minimum(pages, self.device) for pages in num_pages]
         leads = self.shard.size > 1 and self.shard.rank == 0
@@ -83,17 +69,19 @@ class Rank:
             group_specs(model, num_pages), config.page_size, config.max_sessions, config.resume_points
         )
         self.kv = KVPool(model, num_pages, config.page_size, kv_dtype, self.device, self.decoder.kv_scales)
-        self.layout = (
-            f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {kv_dtype}, "
-            f"{self.shard.size} ranks, checkpoint {fingerprint(config.model)}"
-        )
-        """Ranks with the same layout can read each other's pages."""
         max_pages = -(-self.context_len // config.page_size)
         # By group. Entries start at the spare page past the pool's end.
         self.tables = [
             torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
+        self._draft_model = self._load_draft_model(config, draft, num_pages) if draft is not None else None
+        checkpoints = [fingerprint(path) for path in (config.model, config.speculative_draft_model_path) if path]
+        self.layout = (
+            f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {kv_dtype}, "
+            f"{self.shard.size} ranks, checkpoint {' and '.join(checkpoints)}"
+        )
+        """Ranks with the same layout can read each other's pages."""
         self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed)
         self._group = group
         overlap = config.overlap_schedule
@@ -105,11 +93,60 @@ class Rank:
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
-    def launch(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
-        """Queue copies, table updates and one forward pass."""
+    def _load_backend(self, config: EngineConfig) -> Backend:
+        return load_backend(
+            config.attention_backend,
+            self.device,
+            dtype=self.dtype,
+            deterministic=config.deterministic,
+            quantization=config.quantization,
+            num_threads=config.num_threads,
+        )
+
+    def _load_decoder(
+        self, config: EngineConfig, path: Path, model: ModelConfig, backend: Backend, group: Collectives | None
+    ) -> Decoder:
+        return load_decoder(
+            path,
+            model,
+            device=self.device,
+            dtype=self.dtype,
+            context_len=self.context_len,
+            # Panels are multiplied as they are stored: what the checkpoint has, unless it was chosen otherwise.
+            weight_dtype=model.dtype if backend.tape is not None and config.dtype == "auto" else None,
+            group=group,
+            expert_parallel=config.expert_parallel,
+            kernels=backend,
+        )
+
+    def _load_draft_model(
+        self, config: EngineConfig, draft: ModelConfig, num_pages: Sequence[int]
+    ) -> DraftModel | None:
+        """Every rank's pages hold a draft model's KV, because they are alike; a group's leader alone runs it."""
+        host = host_group(self.model_config)
+        kv = KVPool(draft, [num_pages[host]] * len(draft.kv_groups), config.page_size, self.kv.dtype, self.device)
+        self.kv.take_in(kv, host)
+        if self.shard.rank or config.speculative_draft_model_path is None:
+            return None
+        backend = self._load_backend(config)
+        decoder = self._load_decoder(config, config.speculative_draft_model_path, draft, backend, None)
+        return DraftModel(decoder, backend, kv, self.tables[host])
+
+    def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        """Queue a step's copies of pages and its changes of page tables."""
+        if copies or table_updates:
+            self.stream.run(partial(self._apply_updates, copies, table_updates))
+
+    def draft(self, jobs: Sequence[DraftJob]) -> tuple[dict[str, array[int]], int]:
+        """See ``DraftModel.propose``. Waits for it. In a group, for its leader."""
+        assert self._draft_model is not None
+        return self.stream.run(partial(self._draft_model.propose, jobs, self._counts)).result()
+
+    def launch(self, batch: Batch, num_copies: int) -> None:
+        """Queue one forward pass. ``num_copies`` were queued before it."""
         # Whatever may write to a copied page from now on is queued later.
-        self.cache.finish_copies(len(copies))
-        self.stream.run(partial(self._forward, batch, copies, table_updates))
+        self.cache.finish_copies(num_copies)
+        self.stream.run(partial(self._forward, batch))
 
     def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> PendingChoice:
         """Queue the choice of the next tokens of the step that was launched last. In a group, for its leader.
@@ -120,8 +157,7 @@ class Rank:
         return PendingChoice(self.stream.run(partial(self._choose, work, ended, masks)))
 
     @torch.inference_mode()
-    def _forward(self, batch: Batch, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
-        self._apply_updates(copies, table_updates)
+    def _forward(self, batch: Batch) -> None:
         self._logits = self._model.forward(batch)
 
     @torch.inference_mode()
@@ -133,6 +169,7 @@ class Rank:
         self._chosen, results = choice.queue(logits, self._counts, self._add_noise)
         return choice, Download(results)
 
+    @torch.inference_mode()
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
         last: list[dict[tuple[int, int], int]] = [{} for _ in self.tables]

@@ -30,7 +30,7 @@ class KVPool:
         scales: Sequence[tuple[float, float]] = (),
     ) -> None:
         """``scales``: of keys and values, by layer, for fp8."""
-        self.page_size = page_size
+        self.page_size, self.dtype = page_size, dtype
         self.page_bytes = page_sizes_bytes(config, page_size, dtype)
         groups = config.kv_groups
         self.k: list[Tensor] = []
@@ -47,6 +47,15 @@ class KVPool:
             for tensor, group in zip(part, config.layer_groups, strict=True):
                 if tensor is not None:
                     self._parts[groups.index(group)].append(stored(tensor))
+
+    def take_in(self, other: KVPool, group: int) -> None:
+        """Let the pages of ``group`` hold another model's KV too, which has as many in each of its groups.
+
+        From now on they are copied, read and written together.
+        """
+        assert other.dtype == self.dtype and other.page_size == self.page_size
+        self._parts[group] += [part for parts in other._parts for part in parts]
+        self.page_bytes[group] += sum(other.page_bytes)
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole pages ``(group, source, target)``, in order: a target may be a later source."""

@@ -55,6 +55,12 @@ class Draft(NamedTuple):
         return len(self.tokens)
 
 
+def count_drafts(turn: Turn, draft: Draft, num_accepted: int) -> None:
+    """A step has verified a turn's draft."""
+    turn.drafts = turn.drafts or DraftCounts()
+    turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.is_predicted)
+
+
 class StepCosts:
     """A step's seconds by its number of tokens: a line through the last steps.
 
@@ -85,11 +91,14 @@ class StepCosts:
         """Seconds of a step."""
         return self._t + self.slope() * (num_tokens - self._n)
 
-    def break_even(self, num_rows: int) -> float:
-        """The chance from which on a token more pays in a step of ``num_rows``."""
+    def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
+        """The chance from which on a token more of each row pays in a step of ``num_rows``.
+
+        ``draft_s``: what it takes to propose them.
+        """
         if not self._n:
             return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
-        return self.slope() * num_rows / self.cost(num_rows)
+        return (self.slope() * num_rows + draft_s) / self.cost(num_rows)
 
 
 class _Rates:
@@ -140,9 +149,9 @@ class Speculation:
         if not count:
             return None
         tokens = match.draft(count)
-        # An end token is chosen, if it is, in the place after the draft.
-        end = next((i for i, token in enumerate(tokens) if token == SEPARATOR or token in turn.end_tokens), count)
-        return Draft(tokens[:end], self._drafter.is_predicted(turn, match)) if end and tokens else None
+        if SEPARATOR in tokens:
+            del tokens[tokens.index(SEPARATOR) :]
+        return Draft(tokens, self._drafter.is_predicted(turn, match)) if tokens else None
 
     def pays(self, num_rows: int) -> bool:
         """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
@@ -155,8 +164,7 @@ class Speculation:
             self._rates[turn].observe(length, held)
             self._all_rates.observe(length, held)
         if draft is not None:
-            turn.drafts = turn.drafts or DraftCounts()
-            turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.is_predicted)
+            count_drafts(turn, draft, num_accepted)
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""

@@ -1,0 +1,156 @@
+"""How many tokens a draft model proposes for each turn, and what it has computed of them.
+
+A draft model runs once for each token that it proposes, for all turns at once, so a token must yield more than its
+share of that run and of the step that verifies it (see ``speculation``). Where it does not pay, the model is left alone
+and falls behind; from time to time a short draft finds out whether it pays again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.scheduling.scheduler import Work
+from workers.scheduling.speculation import MARGIN, TOKEN_DECAY, Draft, StepCosts, count_drafts
+from workers.scheduling.turn import Turn
+
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 3.0
+"""How often a drafted token is first thought to be right, and how many tokens that weighs."""
+WORKER_DECAY = 0.98
+"""How fast the old tokens of all turns lose their weight; what is left of them is where a new turn starts from."""
+PROBE_TOKENS, PROBE_INTERVALS = 2, (64, 4096)
+"""The length of a draft that finds out, and the tokens of all turns between two of them: twice as many after each that
+did not pay, within these bounds."""
+RUN_WEIGHT = 0.1
+"""Of the draft model's last run among all of them."""
+MAX_SESSIONS = 4096
+"""Sessions of which is known what the draft model has computed. Of others it is taken to have computed all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """What a draft model computes of a turn in a step: tokens ``[start, end)``, then ``num_draft`` of its own."""
+
+    turn: Turn
+    row: int
+    start: int
+    end: int
+    num_draft: int
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """A live turn."""
+
+    computed_len: int | None
+    """Tokens that the draft model has computed; None: all that are committed."""
+    hits: float
+    trials: float = PRIOR_WEIGHT
+    pays: bool = True
+    """Whether a token of its draft paid when that was last looked at, alone in a step."""
+
+
+class ModelSpeculation:
+    """Plans a draft model's work for a scheduler. For one thread; the clock's readings are arguments."""
+
+    def __init__(self, max_draft: int, max_lag: int) -> None:
+        """``max_lag``: tokens that the draft model computes of a turn in one step."""
+        self.max_draft, self._max_lag = max_draft, max_lag
+        self.costs = StepCosts()
+        self._run_s = 0.0
+        self._hits, self._trials = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self._since_draft, self._probe_interval = 0, PROBE_INTERVALS[0]
+        self._turns: dict[Turn, _Drafting] = {}
+        self._computed: OrderedDict[str, int] = OrderedDict()
+
+    def begin(self, turn: Turn) -> None:
+        """A turn is queued."""
+        hits = PRIOR_WEIGHT * self._hits / self._trials
+        drafting = self._turns[turn] = _Drafting(self._computed.pop(turn.session_id, None), hits)
+        drafting.pays = self._num_paying(drafting, 1) > 0
+
+    def candidates(self) -> list[Turn]:
+        """The turns for which there may be a draft."""
+        probes = self._since_draft >= self._probe_interval
+        return [turn for turn, drafting in self._turns.items() if drafting.pays or probes]
+
+    def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        """A draft whose tokens are still to be computed, at most ``limit``."""
+        drafting = self._turns[turn]
+        lag = len(turn.tokens) - drafting.computed_len if drafting.computed_len is not None else 1
+        if lag > self._max_lag:
+            return None
+        count = self._num_paying(drafting, num_rows)
+        if not count and self._since_draft >= self._probe_interval:
+            count, self._since_draft = min(PROBE_TOKENS, self.max_draft), 0
+            self._probe_interval = min(2 * self._probe_interval, PROBE_INTERVALS[1])
+        elif count:
+            self._probe_interval = PROBE_INTERVALS[0]
+        return Draft(array("i", bytes(4 * min(count, limit)))) if count else None
+
+    def jobs(self, work: Iterable[Work]) -> list[DraftJob]:
+        """What the draft model has to compute in a step: drafts, and what it needs for drafts to come."""
+        jobs = []
+        for w in work:
+            drafting = self._turns[w.turn]
+            if w.turn.in_flight or not (drafting.pays or w.draft):
+                continue
+            start = w.start if drafting.computed_len is None else min(w.start, drafting.computed_len)
+            num_draft = len(w.draft.tokens) if w.draft is not None else 0
+            end = min(w.start + w.num_known, start + self._max_lag)
+            jobs.append(DraftJob(w.turn, w.row, start, end, num_draft))
+        return jobs
+
+    def computed(self, jobs: Iterable[DraftJob], num_runs: int, seconds: float) -> None:
+        """The draft model has done its jobs, in so many runs."""
+        for job in jobs:
+            self._turns[job.turn].computed_len = job.end
+        if num_runs and all(job.end - job.start <= 2 for job in jobs):  # else it has caught up, too
+            run_s = seconds / num_runs
+            self._run_s += (RUN_WEIGHT if self._run_s else 1.0) * (run_s - self._run_s)
+
+    def pays(self, num_rows: int) -> bool:
+        """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
+        turns = self._turns.items()
+        return any(turn.in_flight and each.pays and self._num_paying(each, num_rows) for turn, each in turns)
+
+    def receive(self, turn: Turn, draft: Draft | None, num_accepted: int) -> None:
+        """A turn has its tokens of a step, of whose draft the first ``num_accepted`` are among them."""
+        drafting = self._turns[turn]
+        if draft is None:
+            self._since_draft += 1
+            return
+        count_drafts(turn, draft, num_accepted)
+        num_trials = min(num_accepted + 1, len(draft.tokens))
+        decay = TOKEN_DECAY**num_trials
+        drafting.hits = decay * drafting.hits + num_accepted
+        drafting.trials = decay * drafting.trials + num_trials
+        decay = WORKER_DECAY**num_trials
+        self._hits, self._trials = decay * self._hits + num_accepted, decay * self._trials + num_trials
+        drafting.pays = self._num_paying(drafting, 1) > 0
+        # Its KV of the draft's last token was not computed, nor is that of what was not accepted right.
+        assert drafting.computed_len is not None
+        drafting.computed_len += min(num_accepted, len(draft.tokens) - 1)
+
+    def forget(self, turn: Turn) -> None:
+        """The turn has ended."""
+        drafting = self._turns.pop(turn, None)
+        if drafting is not None and drafting.computed_len is not None and not turn.ephemeral:
+            self._computed[turn.session_id] = drafting.computed_len
+            if len(self._computed) > MAX_SESSIONS:
+                self._computed.popitem(last=False)
+
+    def release(self, session_id: str) -> None:
+        """The session is released."""
+        self._computed.pop(session_id, None)
+
+    def _num_paying(self, drafting: _Drafting, num_rows: int) -> int:
+        least = MARGIN * self.costs.break_even(num_rows, self._run_s)
+        rate = drafting.hits / drafting.trials
+        chance, count = rate, 0
+        while chance >= least and count < self.max_draft:
+            chance *= rate
+            count += 1
+        return count
