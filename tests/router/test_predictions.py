@@ -16,6 +16,7 @@ from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.harness import ENGINE, Harness, running
+from workers.config import BUNDLED_MODEL
 from workers.kv.slot import new_tokens
 
 MESSAGES: Any = [{"role": "user", "content": "Return the list of names."}]
@@ -125,3 +126,41 @@ async def test_a_prediction_of_unknown_tokens_is_refused(drafting: Harness) -> N
         with pytest.raises(Exception, match="prediction"):
             async for _ in stub.Generate(pb.GenerateRequest(text="a", sampling=sampling)):
                 pass
+
+
+async def test_a_migrated_session_brings_its_draft_models_kv(tmp_path: Path) -> None:
+    """The draft model is the model itself: it is always right, where the KV of its drafts is."""
+    engine = replace(
+        ENGINE,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=BUNDLED_MODEL,
+        speculative_num_draft_tokens=4,
+    )
+    sampling = pb.Sampling(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
+
+    async def turn(stub: session_pb2_grpc.SessionServiceStub, session: str) -> tuple[list[int], Any]:
+        tokens, last = [], None
+        async for answer in stub.Generate(pb.GenerateRequest(session_id=session, text="Return", sampling=sampling)):
+            tokens += answer.tokens
+            last = answer
+        return tokens, last
+
+    def make_eager(cluster: Harness) -> None:
+        for server in cluster.workers.values():
+            speculation = server._leader.drafts.speculation
+            assert speculation is not None
+            speculation.costs.break_even = lambda num_rows, draft_s=0.0: 0.05  # type: ignore[method-assign]
+
+    async with running(tmp_path, num_workers=1, engine=engine) as cluster, cluster.channel() as channel:
+        make_eager(cluster)
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+        expected = [(await turn(stub, "stays"))[0] for _ in range(2)]
+        assert (await turn(stub, "moves"))[0] == expected[0]
+        await cluster.start_worker("w1", 1, engine)
+        make_eager(cluster)
+        drained = await cluster.router.core.migrator.drain("w0", 5.0)
+        assert drained["sessions_migrated"] == 2, drained
+        tokens, last = await turn(stub, "moves")
+        assert tokens == expected[1] and last.cached_tokens >= 32
+        assert last.speculation.accepted == last.speculation.proposed > 20
+        await cluster.assert_no_leak()

@@ -26,7 +26,11 @@ did not pay, within these bounds."""
 RUN_WEIGHT = 0.1
 """Of the draft model's last run among all of them."""
 MAX_SESSIONS = 4096
-"""Sessions of which is known what the draft model has computed. Of others it is taken to have computed all."""
+"""Sessions of which is known what the draft model has computed."""
+UNKNOWN_TAIL = 32
+"""Of others, which came from another worker or begin with a cached prefix, it is taken to have computed all but so many
+tokens: a turn ends with some that it has not. They are computed again, into pages that others may hold too: what the
+draft model computes of the same tokens is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,11 @@ class _Drafting:
     """A live turn."""
 
     computed_len: int | None
-    """Tokens that the draft model has computed; None: all that are committed."""
+    """Tokens that the draft model has computed; None: not known."""
     hits: float
     trials: float = PRIOR_WEIGHT
     pays: bool = True
-    """Whether a token of its draft paid when that was last looked at, alone in a step."""
+    """Whether a draft paid when that was last looked at. If not, the draft model does not follow."""
 
 
 class ModelSpeculation:
@@ -58,6 +62,7 @@ class ModelSpeculation:
     def __init__(self, max_draft: int, max_lag: int) -> None:
         """``max_lag``: tokens that the draft model computes of a turn in one step."""
         self.max_draft, self._max_lag = max_draft, max_lag
+        self._tail = min(UNKNOWN_TAIL, max_lag - 1)
         self.costs = StepCosts()
         self._run_s = 0.0
         self._hits, self._trials = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT
@@ -79,11 +84,14 @@ class ModelSpeculation:
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """A draft whose tokens are still to be computed, at most ``limit``."""
         drafting = self._turns[turn]
-        lag = len(turn.tokens) - drafting.computed_len if drafting.computed_len is not None else 1
+        probes = self._since_draft >= self._probe_interval
+        lag = len(turn.tokens) - drafting.computed_len if drafting.computed_len is not None else 1 + self._tail
         if lag > self._max_lag:
+            drafting.pays |= probes  # it catches up first
             return None
         count = self._num_paying(drafting, num_rows)
-        if not count and self._since_draft >= self._probe_interval:
+        drafting.pays = count > 0
+        if not count and probes:
             count, self._since_draft = min(PROBE_TOKENS, self.max_draft), 0
             self._probe_interval = min(2 * self._probe_interval, PROBE_INTERVALS[1])
         elif count:
@@ -97,7 +105,9 @@ class ModelSpeculation:
             drafting = self._turns[w.turn]
             if w.turn.in_flight or not (drafting.pays or w.draft):
                 continue
-            start = w.start if drafting.computed_len is None else min(w.start, drafting.computed_len)
+            start = max(0, w.start - self._tail)
+            if drafting.computed_len is not None:
+                start = min(w.start, drafting.computed_len)
             num_draft = len(w.draft.tokens) if w.draft is not None else 0
             end = min(w.start + w.num_known, start + self._max_lag)
             jobs.append(DraftJob(w.turn, w.row, start, end, num_draft))
