@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from holdfast.v1 import rank_pb2
-from tests.simulation.model import VOCABULARY, next_tokens
+from tests.simulation.model import guess
 from workers.engine.follower import Follower
 from workers.engine.leader import IDLE_WAIT_S, Leader
 from workers.scheduling import Draft, Speculation, Turn
@@ -34,19 +33,16 @@ class InThisThread(Executor):
 class Guesses(Speculation):
     """In place of lookups, which find nothing in such outputs: right up to a random token."""
 
-    def __init__(self, leader: Leader) -> None:
-        super().__init__(leader.drafts.speculation.max_draft if leader.drafts.speculation is not None else 0)
+    def __init__(self, leader: Leader, max_draft: int) -> None:
+        super().__init__(max_draft)
         self._running = leader.scheduler.running
 
     def candidates(self) -> list[Turn]:
         return list(self._running.values())
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
-        num_right, num_wrong = random.choice([(0, 0), (0, 2), (1, 0), (2, 1), (4, 0), (6, 0)])
-        in_grammar = turn.params.grammar is not None
-        draft = next_tokens(turn.tokens, turn.params.seed, num_right, in_grammar, turn.num_output)
-        draft += [random.randrange(VOCABULARY) for _ in range(num_wrong)]
-        return Draft(array("i", draft[:limit])) if draft[:limit] else None
+        draft = guess(turn, random.choice([0, 2, 2, 3, 4, 6]))[:limit]
+        return Draft(draft) if draft else None
 
     def pays(self, num_rows: int) -> bool:
         return random.random() < 0.5
@@ -62,8 +58,8 @@ class SimulatedLeader(Leader):
         super().__init__(*args, **keywords)
         self._commands = _Commands()  # type: ignore[assignment]
 
-        if self.drafts.speculation is not None:
-            self.drafts.speculation = Guesses(self)
+        if isinstance(self.drafts.speculation, Speculation):
+            self.drafts.speculation = Guesses(self, self.drafts.speculation.max_draft)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._drive())

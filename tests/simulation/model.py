@@ -6,7 +6,9 @@ right one from the transcript alone.
 
 from __future__ import annotations
 
+import random
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -33,7 +35,8 @@ from workers.kv import (
     window_group,
 )
 from workers.models.parallel import Shard
-from workers.scheduling import Work
+from workers.scheduling import Turn, Work
+from workers.scheduling.model_speculation import DraftJob
 
 VOCABULARY = 97
 PAIR = struct.Struct("<qQ")
@@ -63,6 +66,14 @@ def next_tokens(tokens: Iterable[int], seed: int, count: int, in_grammar: bool, 
         output.append(next_token(chain, seed, ALLOWED[i % len(ALLOWED)] if in_grammar else range(VOCABULARY)))
         chain = chained(output[-1:], chain)
     return output
+
+
+def guess(turn: Turn, count: int) -> array[int]:
+    """What a turn may say next: right up to a random token."""
+    num_right = random.choice([0, 1, count // 2, count, count])
+    in_grammar = turn.params.grammar is not None
+    draft = next_tokens(turn.tokens, turn.params.seed, min(num_right, count), in_grammar, turn.num_output)
+    return array("i", draft + [random.randrange(VOCABULARY) for _ in range(count - len(draft))])
 
 
 def text_of(token: int) -> str:
@@ -184,6 +195,13 @@ class SimulatedRank:
                     self.kv.page(group, page)[offset] = (token, chain)
                 self._chains[-1].append(chain)
             at += count
+
+    def draft(self, jobs: Sequence[DraftJob]) -> tuple[dict[str, array[int]], int]:
+        """In place of a draft model, whose KV would be where it is written here: in pages that the turn holds."""
+        for job in jobs:
+            for position in range(job.start, job.end + max(0, job.num_draft - 1)):
+                self._place(0, job.row, position)
+        return {job.turn.turn_id: guess(job.turn, job.num_draft) for job in jobs if job.num_draft}, 1
 
     def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> Future[StepResult]:
         result, allowed = StepResult(), masks.result() if masks is not None else {}

@@ -87,7 +87,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
-    algorithm = ("NONE", "NGRAM")[result.seed // (2 * len(GROUPS)) % 2]
+    algorithm = ("NONE", "NGRAM", "STANDALONE")[result.seed // (2 * len(GROUPS)) % 3]
     cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm)
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
