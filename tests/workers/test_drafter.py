@@ -90,12 +90,15 @@ def test_nothing_of_another_tenant_or_of_a_released_session_is_proposed() -> Non
 
 def test_recent_outputs_are_bounded() -> None:
     drafter, rng = NgramDrafter(), random.Random(2)
-    for i in range(40):
+    for i in range(200):
         turn = turn_of([1, *rng.choices(range(1000), k=3000)], 1, f"t{i}", session_id=f"s{i}", ephemeral=True)
         drafter.begin(turn)
         drafter.forget(turn)
-    recent = drafter._recent["a"].source
-    assert MAX_RECENT <= len(recent.tokens) <= 2 * MAX_RECENT and not drafter._indexes
+    recent = drafter._recent["a"]
+    assert MAX_RECENT <= len(recent.source.tokens) <= 2 * MAX_RECENT and not drafter._indexes
+    assert len(recent.sessions) < 50, "nor are the names of all who ever said something kept"
+    kept = {f"s{i}" for i in range(200 - MAX_RECENT // 3001, 200)}
+    assert kept <= set(recent.sessions), "but those of all whose output is"
 
 
 def test_a_draft_ends_before_an_end_token_and_between_outputs() -> None:

@@ -28,13 +28,18 @@ class _Recent:
     """A tenant's recent outputs."""
 
     source: Source = field(default_factory=lambda: Source(array("i")))
-    sessions: set[str] = field(default_factory=set)
+    num_dropped: int = 0
+    """Tokens that came before those of ``source``."""
+    sessions: dict[str, int] = field(default_factory=dict)
+    """Whose outputs these are, and where each one's last begins among all tokens."""
 
     def add(self, output: array[int], session_id: str) -> None:
-        self.sessions.add(session_id)
         if len(self.source.tokens) + len(output) > 2 * MAX_RECENT:
+            self.num_dropped += max(0, len(self.source.tokens) - MAX_RECENT)
             self.source = Source(self.source.tokens[-MAX_RECENT:])
+            self.sessions = {name: at for name, at in self.sessions.items() if at + MAX_RECENT > self.num_dropped}
         tokens, index = self.source.tokens, self.source.index
+        self.sessions[session_id] = self.num_dropped + len(tokens)
         tokens.extend(output[-MAX_RECENT:])
         index.extend(tokens, len(tokens) - 1)
         tokens.append(SEPARATOR)
