@@ -34,6 +34,14 @@ def test_overlap_is_by_device_unless_it_is_said() -> None:
     assert "--disable-overlap-schedule / --no-disable" in CliRunner().invoke(cli, ["serve", "--help"]).output
 
 
+def test_a_draft_model_is_named_from_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
+    engine = load_config(None, flags).engine()
+    assert (engine.speculative_algorithm, engine.speculative_draft_model_path) == ("STANDALONE", tmp_path / "small")
+    assert load_config(None, {}).engine().speculative_algorithm == "NONE"
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -62,6 +62,18 @@ def test_free_memory_is_divided_by_the_groups_sizes(gpt_oss: Path, monkeypatch: 
     assert 0.9 * 0.2 * free < used <= 0.2 * free
 
 
+def test_a_draft_models_kv_is_part_of_the_pages_that_hold_it(
+    gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("llama", tmp_path)
+    model, draft, free = read_config(gpt_oss), read_config(tmp_path), 50_000_000
+    monkeypatch.setattr("workers.engine.memory.psutil.virtual_memory", lambda: type("Memory", (), {"available": free}))
+    alone, beside = (pages_by_group(CONFIG, model, torch.float32, CPU, which) for which in (None, draft))
+    window, full = page_sizes_bytes(model, CONFIG.page_size, torch.float32)
+    full += sum(page_sizes_bytes(draft, CONFIG.page_size, torch.float32))
+    assert beside[1] < alone[1] and 0.9 * 0.2 * free < beside[0] * window + beside[1] * full <= 0.2 * free
+
+
 def test_a_model_with_one_group_gives_it_everything(tmp_path: Path) -> None:
     make_checkpoint("mistral-window", tmp_path)
     assert divided(replace(CONFIG, max_total_tokens=320), read_config(tmp_path)) == {"window 11": 20}

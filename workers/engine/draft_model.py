@@ -11,6 +11,7 @@ from torch import Tensor
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
 from workers.engine.batch import Batch
+from workers.engine.memory import host_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
 from workers.engine.sampler import Place, Restrictions, sample
@@ -21,9 +22,11 @@ from workers.scheduling.model_speculation import DraftJob
 
 def read_draft_config(config: EngineConfig, target: ModelConfig) -> ModelConfig | None:
     """The draft model's, if there is one. Raises ConfigError if it does not fit the model that it drafts for."""
-    if config.speculative_algorithm != "STANDALONE":
-        return None
     path = config.speculative_draft_model_path
+    if config.speculative_algorithm != "STANDALONE":
+        if path is not None:
+            raise ConfigError("speculative_draft_model_path: is for speculative_algorithm STANDALONE")
+        return None
     if path is None:
         raise ConfigError("speculative_draft_model_path: STANDALONE needs a checkpoint")
     draft = read_config(path)
@@ -35,11 +38,6 @@ def read_draft_config(config: EngineConfig, target: ModelConfig) -> ModelConfig 
     if host_group(target) < 0:
         raise ConfigError("speculative_draft_model_path: the model keeps no token beyond its sliding windows")
     return draft
-
-
-def host_group(target: ModelConfig) -> int:
-    """The KV group of ``target`` whose pages hold a draft model's KV: one that keeps every token. -1: none does."""
-    return next((i for i, group in enumerate(target.kv_groups) if not group.window), -1)
 
 
 class DraftModel:

@@ -36,8 +36,7 @@ def pages_by_group(
     """
     sizes = page_sizes_bytes(model, config.page_size, dtype)
     if draft is not None:
-        host = next(i for i, group in enumerate(model.kv_groups) if not group.window)
-        sizes[host] += sum(page_sizes_bytes(draft, config.page_size, dtype))
+        sizes[host_group(model)] += sum(page_sizes_bytes(draft, config.page_size, dtype))
     pages = _by_memory(config, model, sizes, device)
     for group, ours in zip(model.kv_groups, pages, strict=True):
         needed = min(max(pages), _pages_of_a_turn(config, group.window))
@@ -47,6 +46,11 @@ def pages_by_group(
                 f"{group.window} tokens, and a turn needs {needed}; raise it, or lower chunked_prefill_size"
             )
     return pages
+
+
+def host_group(target: ModelConfig) -> int:
+    """The KV group of ``target`` whose pages hold a draft model's KV: one that keeps every token. -1: none does."""
+    return next((i for i, group in enumerate(target.kv_groups) if not group.window), -1)
 
 
 def _by_memory(config: EngineConfig, model: ModelConfig, sizes: list[int], device: torch.device) -> list[int]:

@@ -16,8 +16,8 @@ from workers.config import EngineConfig
 from workers.engine.batch import Batch
 from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
-from workers.engine.draft_model import DraftModel, host_group, read_draft_config
-from workers.engine.memory import group_specs, pages_by_group
+from workers.engine.draft_model import DraftModel, read_draft_config
+from workers.engine.memory import group_specs, host_group, pages_by_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
 from workers.engine.step_log import RecordedCache
