@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.parity.matrix import CONFIG, KINDS, checkpoint
-from tests.workers.engine import Engine
+from tests.workers.engine import Engine, eager
 from tests.workers.groups import GroupEngine
-from tests.workers.test_draft_model import eager
 from tests.workers.test_speculation import TWO_WORDS, Guesses
 from workers.scheduling import Finish, Grammar, SamplingParams
 
@@ -116,7 +115,7 @@ def play(seed: int) -> tuple[int, int, int]:
     if drafter == NGRAM and rng.random() < 0.7:
         Guesses(engine, outputs, seed)
     elif drafter != NGRAM:
-        eager(engine)
+        eager(engine.leader)
     histories: dict[str, list[int]] = {name: [] for name in "abcd"}
     for number in range(rng.randint(3, 6)):
         turns = {}

@@ -16,15 +16,22 @@ from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.harness import ENGINE, Harness, running
+from tests.workers.engine import eager
 from workers.config import BUNDLED_MODEL
 from workers.kv.slot import new_tokens
 
 MESSAGES: Any = [{"role": "user", "content": "Return the list of names."}]
 
 
+def make_eager(cluster: Harness) -> None:
+    for server in cluster.workers.values():
+        eager(server._leader)
+
+
 @pytest.fixture
 async def drafting(tmp_path: Path) -> AsyncIterator[Harness]:
     async with running(tmp_path, engine=replace(ENGINE, speculative_algorithm="NGRAM")) as harness:
+        make_eager(harness)
         yield harness
         await harness.assert_no_leak()
 
@@ -144,12 +151,6 @@ async def test_a_migrated_session_brings_its_draft_models_kv(tmp_path: Path) -> 
             tokens += answer.tokens
             last = answer
         return tokens, last
-
-    def make_eager(cluster: Harness) -> None:
-        for server in cluster.workers.values():
-            speculation = server._leader.drafts.speculation
-            assert speculation is not None
-            speculation.costs.break_even = lambda num_rows, draft_s=0.0: 0.05  # type: ignore[method-assign]
 
     async with running(tmp_path, num_workers=1, engine=engine) as cluster, cluster.channel() as channel:
         make_eager(cluster)

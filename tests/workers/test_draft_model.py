@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
-from tests.workers.engine import SMALL, Engine
+from tests.workers.engine import SMALL, Engine, eager
 from tests.workers.groups import GroupEngine
 from tests.workers.test_overlap import KINDS, outcome, prompt
 from tests.workers.test_speculation import LONG, play
@@ -43,11 +43,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     yield {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder}
 
 
-def eager(engine: Engine) -> Engine:
-    """Drafts at every step, whatever they cost here."""
-    speculation = engine.leader.drafts.speculation
-    assert speculation is not None
-    speculation.costs.break_even = lambda num_rows, draft_s=0.0: 0.05  # type: ignore[method-assign]
+def drafting(engine: Engine) -> Engine:
+    eager(engine.leader)
     return engine
 
 
@@ -57,7 +54,7 @@ def test_turns_of_all_kinds_say_the_same_as_without(size: int, overlap: bool, dr
     plain = Engine(SMALL, overlap_schedule=False, **TIGHT)
     outputs = play(plain)
     given: dict[str, Any] = {"overlap_schedule": overlap, "speculative_num_draft_tokens": 4, **draft, **TIGHT}
-    engine = eager(Engine(SMALL, **given) if size == 1 else GroupEngine(size, SMALL, **given))
+    engine = drafting(Engine(SMALL, **given) if size == 1 else GroupEngine(size, SMALL, **given))
     assert play(engine) == outputs
     assert 0 < engine.leader.counters["accepted_draft_tokens_model"] < engine.leader.counters["draft_tokens_model"]
     for turn_id in outputs:
@@ -80,7 +77,7 @@ def test_the_model_itself_as_its_draft_is_always_right(params: SamplingParams) -
         speculative_draft_model_path=BUNDLED_MODEL,
         speculative_num_draft_tokens=5,
     )
-    eager(engine)
+    eager(engine.leader)
     assert engine.generate("s", prompt(1, 50), params) == expected
     history = [*prompt(1, 50), *expected, 9, 8, 7]
     again = engine.generate("s", history, params)
@@ -110,7 +107,7 @@ def test_a_draft_model_falls_behind_where_it_does_not_pay_and_catches_up(draft: 
 
 
 def test_drafts_use_no_page_of_their_own(draft: dict[str, Any]) -> None:
-    plain, engine = Engine(SMALL, page_size=4), eager(Engine(SMALL, page_size=4, overlap_schedule=False, **draft))
+    plain, engine = Engine(SMALL, page_size=4), drafting(Engine(SMALL, page_size=4, overlap_schedule=False, **draft))
     for each in (plain, engine):
         each.generate("s", prompt(3, 30), LONG)
     ours, theirs = engine.cache.slots["s"], plain.cache.slots["s"]
@@ -136,7 +133,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path, draft: dict[
 
 def test_kinds_of_turns_are_all_drafted_for(draft: dict[str, Any]) -> None:
     """Or else the comparison above compared nothing."""
-    engine = eager(Engine(SMALL, overlap_schedule=False, **draft))
+    engine = drafting(Engine(SMALL, overlap_schedule=False, **draft))
     for i, params in enumerate(KINDS[:5]):
         engine.submit(f"t{i}", f"s{i}", prompt(i, 12), params)
     engine.run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.engine import SMALL, Engine
+from tests.workers.engine import SMALL, Engine, eager
 from tests.workers.groups import GroupEngine
 from tests.workers.test_overlap import KINDS, outcome, prompt
 from workers.kv.slot import new_tokens
@@ -217,6 +217,7 @@ def test_a_repetition_is_copied_and_counted() -> None:
     """The real lookup, on a model that repeats itself when it is forced to."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=TWO_WORDS[:1])
     engine = Engine(SMALL, overlap_schedule=False, speculative_algorithm="NGRAM")
+    eager(engine.leader)
     assert engine.generate("s", prompt(1, 10), params) == [50] * 40
     drafts = engine.last("turn-0").drafts
     assert drafts is not None and drafts.accepted >= 20 and drafts.verify_steps <= 15
@@ -228,6 +229,7 @@ def test_a_prediction_is_a_draft_from_its_first_token_on() -> None:
     output = engine.generate("s", prompt(1, 10), LONG)
     for prediction in (output, [*output[:9], 7, 7, *output[10:]]):
         other = Engine(SMALL, overlap_schedule=False, speculative_algorithm="NGRAM")
+        eager(other.leader)
         other.submit("t", "s", prompt(1, 10), LONG, prediction=new_tokens(prediction))
         other.run()
         drafts = other.last("t").drafts
