@@ -91,9 +91,14 @@ async def test_a_prediction_that_no_output_can_be_is_refused(client: AsyncOpenAI
         await ask(client, prediction={"type": "content", "content": "word " * 150_000})
 
 
-async def test_generate_reports_drafts_by_sglangs_names(drafting: Harness) -> None:
+async def test_generate_reports_drafts_by_sglangs_names(tmp_path: Path) -> None:
     body = {"text": "def main(", "sampling_params": {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}}
-    async with httpx.AsyncClient(base_url=drafting.url, timeout=30) as http:
+    engine = replace(ENGINE, speculative_algorithm="NGRAM")
+    async with (
+        running(tmp_path, num_workers=1, engine=engine) as cluster,  # recent outputs are a worker's own
+        httpx.AsyncClient(base_url=cluster.url, timeout=30) as http,
+    ):
+        make_eager(cluster)
         first = (await http.post("/generate", json=body)).json()
         again = (await http.post("/generate", json=body)).json()
     meta = again["meta_info"]
