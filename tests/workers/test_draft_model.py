@@ -15,12 +15,10 @@ from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
 from tests.workers.engine import SMALL, Engine, eager
 from tests.workers.groups import GroupEngine
-from tests.workers.test_overlap import KINDS, outcome, prompt
-from tests.workers.test_speculation import LONG, play
+from tests.workers.test_overlap import KINDS, outcome, play, prompt
+from tests.workers.test_speculation import LONG, TIGHT
 from workers.config import BUNDLED_MODEL
 from workers.scheduling import SamplingParams
-
-TIGHT = {"max_total_tokens": 72, "chunked_prefill_size": 24, "page_size": 4}
 
 
 def make_draft(folder: Path, num_layers: int) -> Path:

@@ -39,6 +39,19 @@ def outcome(engine: Engine, turn_id: str) -> tuple[Any, ...]:
     return engine.output(turn_id), updates[-1].finish, logprobs
 
 
+def play(engine: Engine) -> dict[str, list[int]]:
+    """Turns of all kinds at once, and a second turn of each session: what the first left behind is right."""
+    for i in range(2 * len(KINDS)):
+        engine.submit(f"t{i}", f"s{i}", prompt(i, 9 + 3 * i), KINDS[i % len(KINDS)])
+        engine.leader.step()
+    engine.run()
+    for i in range(len(KINDS)):
+        known = list(engine.cache.slots[f"s{i}"].tokens) if f"s{i}" in engine.cache.slots else prompt(i, 9 + 3 * i)
+        engine.submit(f"u{i}", f"s{i}", [*known, 77 + i], KINDS[0])
+        engine.run()
+    return {turn_id: engine.output(turn_id) for turn_id in engine.updates}
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_turns_of_all_kinds_say_the_same_with_and_without_overlap(size: int) -> None:
     engines = [
@@ -46,15 +59,7 @@ def test_turns_of_all_kinds_say_the_same_with_and_without_overlap(size: int) -> 
         Engine(SMALL, **TIGHT) if size == 1 else GroupEngine(size, SMALL, **TIGHT),
     ]
     for engine in engines:
-        for i in range(2 * len(KINDS)):
-            engine.submit(f"t{i}", f"s{i}", prompt(i, 9 + 3 * i), KINDS[i % len(KINDS)])
-            engine.leader.step()
-        engine.run()
-        # A second turn of each session: what the first left behind is right.
-        for i in range(len(KINDS)):
-            known = list(engine.cache.slots[f"s{i}"].tokens) if f"s{i}" in engine.cache.slots else prompt(i, 9 + 3 * i)
-            engine.submit(f"u{i}", f"s{i}", [*known, 77 + i], KINDS[0])
-            engine.run()
+        play(engine)
     plain, overlapped = engines
     assert not plain.leader.rank.overlaps and overlapped.leader.rank.overlaps
     assert overlapped.scheduler.num_retracted > 0, "pages ran out"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.workers.engine import SMALL, Engine, eager
 from tests.workers.groups import GroupEngine
-from tests.workers.test_overlap import KINDS, outcome, prompt
+from tests.workers.test_overlap import outcome, play, prompt
 from workers.kv.slot import new_tokens
 from workers.scheduling import Draft, Finish, SamplingParams, Turn
 
@@ -44,19 +44,6 @@ class Guesses:
 def speculating(engine: Engine, outputs: dict[str, list[int]], seed: int = 0) -> Engine:
     Guesses(engine, outputs, seed)
     return engine
-
-
-def play(engine: Engine) -> dict[str, list[int]]:
-    """Turns of all kinds, more than there are pages for, and a second turn of each session."""
-    for i in range(2 * len(KINDS)):
-        engine.submit(f"t{i}", f"s{i}", prompt(i, 9 + 3 * i), KINDS[i % len(KINDS)])
-        engine.leader.step()
-    engine.run()
-    for i in range(len(KINDS)):
-        known = list(engine.cache.slots[f"s{i}"].tokens) if f"s{i}" in engine.cache.slots else prompt(i, 9 + 3 * i)
-        engine.submit(f"u{i}", f"s{i}", [*known, 77 + i], KINDS[0])
-        engine.run()
-    return {turn_id: engine.output(turn_id) for turn_id in engine.updates}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
