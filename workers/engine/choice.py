@@ -79,7 +79,7 @@ class Choice:
                 if w.draft is not None:
                     self._places += [Place(w.turn, part) for part in w.draft.prefixes()]
             num_sampling += w.num_samples
-        self._restricted = _restrictions(self._places, masks)
+        self._restricted = restrictions(self._places, masks)
         self._all_live = len(self._places) == num_sampling
         firsts = accumulate((len(w.scored) for w in work), initial=num_sampling)
         self._scored = [
@@ -172,7 +172,8 @@ class PendingChoice:
         return choice.read(download.wait())
 
 
-def _restrictions(places: Sequence[Place], masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
+def restrictions(places: Sequence[Place], masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
+    """What may not be chosen at these places. ``masks``: see ``TurnGrammars.masks``."""
     restricted = Restrictions()
     for i, (turn, drafted) in enumerate(places):
         if masks and turn.turn_id in masks:

@@ -11,10 +11,11 @@ from torch import Tensor
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
 from workers.engine.batch import Batch
+from workers.engine.choice import restrictions
 from workers.engine.memory import host_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Place, Restrictions, sample
+from workers.engine.sampler import Place, sample
 from workers.kernels.backend import Backend
 from workers.models import Decoder, KVPool, ModelConfig, read_config
 from workers.scheduling.model_speculation import DraftJob
@@ -63,11 +64,7 @@ class DraftModel:
         while drafting:
             assert logits is not None
             places = [Place(job.turn, drafts[job.turn.turn_id][:]) for job in drafting]
-            restricted = Restrictions()
-            for i, (turn, drafted) in enumerate(places):
-                if banned := turn.banned_tokens(len(drafted)):
-                    restricted.banned[i] = banned
-            chosen = sample(logits, places, restricted, counts, self._add_noise).tolist()
+            chosen = sample(logits, places, restrictions(places, {}), counts, self._add_noise).tolist()
             batch = Batch()
             for job, token in zip(drafting, chosen, strict=True):
                 draft = drafts[job.turn.turn_id]
