@@ -27,6 +27,7 @@ from workers.engine.leader import Leader
 from workers.engine.messages import Submission
 from workers.engine.stream import Stream
 from workers.kernels.attention_launch import plan_triton_attention
+from workers.models import Hidden
 from workers.models.parallel import Shard
 from workers.scheduling import SamplingParams
 
@@ -48,11 +49,13 @@ class NullDevice:
         self.step_s, self.free_at = step_s, 0.0
         logits = torch.zeros(1, 8)  # of which the likeliest is found at once
 
-        def forward(batch: Any, kv: Any) -> torch.Tensor:
+        def compute(batch: Any, kv: Any, taps: Any = ()) -> Hidden:
             self.free_at = max(self.free_at, time.perf_counter()) + self.step_s
-            return logits.expand(len(batch.logit_rows), -1)
+            rows = logits.expand(len(batch.logit_rows), -1)
+            return Hidden(rows, rows, [])
 
-        leader.rank.decoder.forward = forward  # type: ignore[method-assign]  # of this instance alone
+        decoder: Any = leader.rank.decoder
+        decoder.hidden, decoder.logits = compute, lambda hidden: hidden
         leader.rank._model._plan_attention = plan_triton_attention
         leader.rank.stream, leader.rank.overlaps = Stream(), True
 

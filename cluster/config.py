@@ -50,10 +50,14 @@ class Config(BaseModel):
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
-    speculative_algorithm: Literal["NONE", "NGRAM", "STANDALONE"] = Field(
-        "NONE", description="drafts, never another output; NGRAM: looked up; STANDALONE: of a smaller model"
+    speculative_algorithm: Literal["NONE", "NGRAM", "STANDALONE", "EAGLE3", "MTP"] = Field(
+        "NONE",
+        description="drafts, never another output; NGRAM: looked up; STANDALONE: of a smaller model; EAGLE3: of a head "
+        "of the model; MTP: of the one in its checkpoint",
     )
-    speculative_draft_model_path: Path | None = Field(None, description="checkpoint of STANDALONE's smaller model")
+    speculative_draft_model_path: Path | None = Field(
+        None, description="checkpoint of STANDALONE's smaller model, or of EAGLE3's head"
+    )
     speculative_num_draft_tokens: int = Field(
         16, ge=1, le=64, description="tokens that a step verifies for a turn, at most; fewer where more do not pay"
     )

@@ -47,9 +47,9 @@ class EngineConfig:
     """A turn whose grammar takes longer to compile is refused."""
     speculative_algorithm: str = "NONE"
     """``NGRAM``: drafts are looked up in a session's history, in predictions and in recent outputs. ``STANDALONE``: a
-    smaller model proposes them."""
+    smaller model proposes them; ``EAGLE3``: a head of one layer; ``MTP``: such a head in the model's own checkpoint."""
     speculative_draft_model_path: Path | None = None
-    """That model's checkpoint, with the same vocabulary."""
+    """The smaller model's or the head's checkpoint, with the same vocabulary."""
     speculative_num_draft_tokens: int = 16
     """Of a turn in a step, at most. Fewer where more would not pay."""
     num_threads: int = 1

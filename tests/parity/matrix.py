@@ -7,7 +7,6 @@ A case compares tokens, sampled with a seed, with those of a session that was co
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import tempfile
 import zlib
@@ -21,11 +20,12 @@ from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.harness import Harness, running
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.heads import copy_tokenizer, make_mtp
 from tests.simulation.model import GROUPS
 from tests.simulation.run import run_seed
 from tests.workers.engine import NO_EOS, Engine
 from tests.workers.groups import GroupEngine
-from workers.config import BUNDLED_MODEL, EngineConfig
+from workers.config import EngineConfig
 from workers.kv.slot import new_tokens
 from workers.scheduling import Draft, Turn
 
@@ -54,11 +54,13 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def checkpoint(kind: str) -> Path:
-    """A random model of that kind, with the bundled tokenizer."""
+    """A random model of that kind, with the bundled tokenizer; of DeepSeek's, with a draft head."""
     folder = Path(_scratch().name) / KINDS[kind]
-    make_checkpoint(KINDS[kind], folder, vocab_size=2048, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODEL / name, folder / name)
+    if kind == "latent":
+        make_mtp(folder)
+    else:
+        make_checkpoint(KINDS[kind], folder, vocab_size=2048, max_position_embeddings=512)
+        copy_tokenizer(folder)
     return folder
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from tests.parity.heads import write_eagle3
 from tests.parity.matrix import CONFIG, KINDS, checkpoint
 from tests.workers.engine import Engine, eager
 from tests.workers.groups import GroupEngine
 from tests.workers.test_speculation import TWO_WORDS, Guesses
+from workers.engine.penalties import PenaltyCounts
 from workers.scheduling import Finish, Grammar, SamplingParams
+from workers.scheduling.model_speculation import DraftJob
 
 NUM_SCHEDULES, NUM_SCHEDULES_LONG = 40, 2000
 WORDS = range(10, 1500)
@@ -66,6 +72,40 @@ def with_draft_model(kind: str) -> dict[str, Any]:
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": checkpoint(kind)}
 
 
+@cache
+def eagle3_head(kind: str) -> Path:
+    folder = checkpoint(kind).with_name(checkpoint(kind).name + "-eagle3")
+    write_eagle3(folder, AutoModelForCausalLM.from_pretrained(checkpoint(kind)))
+    return folder
+
+
+def with_head(kind: str, rng: random.Random) -> dict[str, Any]:
+    """Of random weights: never right by itself."""
+    if kind == "latent" and rng.random() < 0.5:
+        return {"speculative_algorithm": "MTP"}
+    return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": eagle3_head(kind)}
+
+
+class Helped:
+    """Has the drafts of a head begin with what turns would say, now and then."""
+
+    def __init__(self, engine: Engine, outputs: dict[str, list[int]], rng: random.Random) -> None:
+        drafter = engine.leader.rank._drafter
+        assert drafter is not None
+        self._propose, self._outputs, self._rng = drafter.propose, outputs, rng
+        drafter.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, jobs: Sequence[DraftJob], counts: PenaltyCounts) -> tuple[dict[str, array[int]], int]:
+        drafts, num_runs = self._propose(jobs, counts)
+        for job in jobs:
+            draft = drafts.get(job.turn.turn_id)
+            if draft is not None:
+                right = self._outputs[job.turn.turn_id][job.turn.num_output :]
+                right = right[: self._rng.randint(0, len(draft))]
+                draft[: len(right)] = array("i", right)
+        return drafts, num_runs
+
+
 class Oracle:
     """What turns say when each is computed alone, in one piece and without drafts."""
 
@@ -100,7 +140,9 @@ def play(seed: int) -> tuple[int, int, int]:
     """One schedule. Returns how many tokens were drafted, how many accepted, and how often a turn was retracted."""
     rng = random.Random(seed)
     kind, size = list(KINDS)[seed % len(KINDS)], 1 + (seed // len(KINDS)) % 2
-    drafter = NGRAM if kind == "window" else rng.choice([NGRAM, NGRAM, with_draft_model(kind)])
+    drafter = NGRAM
+    if kind != "window":
+        drafter = rng.choice([NGRAM, NGRAM, with_draft_model(kind), with_head(kind, rng)])
     engine = make(
         kind,
         size,
@@ -116,6 +158,8 @@ def play(seed: int) -> tuple[int, int, int]:
         Guesses(engine, outputs, seed)
     elif drafter != NGRAM:
         eager(engine.leader)
+    if drafter["speculative_algorithm"] in ("EAGLE3", "MTP"):
+        Helped(engine, outputs, rng)
     histories: dict[str, list[int]] = {name: [] for name in "abcd"}
     for number in range(rng.randint(3, 6)):
         turns = {}
@@ -148,7 +192,7 @@ def play(seed: int) -> tuple[int, int, int]:
         engine.stop()
     counters = engine.leader.counters
     drafted, accepted = (
-        sum(counters[f"{what}_{name}"] for name in ("ngram", "prediction", "model"))
+        sum(counters[f"{what}_{name}"] for name in ("ngram", "prediction", "model", "head"))
         for what in ("draft_tokens", "accepted_draft_tokens")
     )
     return drafted, accepted, engine.scheduler.num_retracted

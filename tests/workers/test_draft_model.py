@@ -115,7 +115,7 @@ def test_drafts_use_no_page_of_their_own(draft: dict[str, Any]) -> None:
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path, draft: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is for speculative_algorithm STANDALONE"):
+    with pytest.raises(ConfigError, match="is for speculative_algorithm STANDALONE and EAGLE3"):
         Engine(SMALL, **draft | {"speculative_algorithm": "NGRAM"})
     with pytest.raises(ConfigError, match="STANDALONE needs a checkpoint"):
         Engine(SMALL, speculative_algorithm="STANDALONE")

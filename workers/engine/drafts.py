@@ -7,12 +7,15 @@ from collections import Counter
 
 from holdfast.errors import ConfigError
 from workers.config import EngineConfig
+from workers.engine.draft_model import STANDALONE
 from workers.engine.rank import Rank
 from workers.grammar.turns import TurnGrammars
+from workers.models.heads import EAGLE3, MTP
 from workers.scheduling import Draft, Speculation, Step, Turn, Work
-from workers.scheduling.model_speculation import ModelSpeculation
+from workers.scheduling.model_speculation import HeadSpeculation, ModelSpeculation
 
-ALGORITHMS = ("NONE", "NGRAM", "STANDALONE")
+DRAFTERS = {"NGRAM": "ngram", STANDALONE: "model", EAGLE3: "head", MTP: "head"}
+"""What computes an algorithm's drafts, as counters call it."""
 PLAIN_STEPS = 4
 """One of so many steps without drafts is measured."""
 
@@ -25,9 +28,12 @@ class TurnDrafts:
 
     def __init__(self, config: EngineConfig, rank: Rank, grammars: TurnGrammars, counters: Counter[str]) -> None:
         algorithm, max_draft = config.speculative_algorithm, config.speculative_num_draft_tokens
-        if algorithm not in ALGORITHMS:
-            raise ConfigError(f"speculative_algorithm: {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
-        self._model = ModelSpeculation(max_draft, config.chunked_prefill_size) if algorithm == "STANDALONE" else None
+        if algorithm not in ("NONE", *DRAFTERS):
+            raise ConfigError(f"speculative_algorithm: {algorithm!r} is not one of NONE, {', '.join(DRAFTERS)}")
+        self._drafter = DRAFTERS.get(algorithm, "")
+        kinds = {"model": ModelSpeculation, "head": HeadSpeculation}
+        kind = kinds.get(self._drafter)
+        self._model = kind(max_draft, config.chunked_prefill_size) if kind is not None else None
         self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else self._model
         self._rank = rank
         self._num_plain, self._computing_s = 0, 0.0
@@ -90,7 +96,7 @@ class TurnDrafts:
         accepted = min(num_received, num_accepted)
         self.speculation.receive(work.turn, work.draft, accepted)
         if work.draft is not None:
-            drafter = "model" if self._model is not None else "prediction" if work.draft.is_predicted else "ngram"
+            drafter = "prediction" if work.draft.is_predicted else self._drafter
             self._counters[f"verify_steps_{drafter}"] += 1
             self._counters[f"draft_tokens_{drafter}"] += len(work.draft.tokens)
             self._counters[f"accepted_draft_tokens_{drafter}"] += accepted

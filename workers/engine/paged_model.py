@@ -12,7 +12,7 @@ from workers.engine.batch import Batch
 from workers.kernels.backend import Backend
 from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.upload import upload_parts
-from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool
+from workers.models import Decoder, ForwardBatch, GroupBatch, Hidden, KVPool
 from workers.models.taped import TapedDecoder
 
 
@@ -26,21 +26,32 @@ class PagedModel:
         kv: KVPool,
         tables: Sequence[Tensor],
         fed: Callable[[Tensor], Tensor],
+        taps: Sequence[int] = (),
     ) -> None:
         """``tables``: by KV group, int32 ``[sessions, max_pages]``. ``fed``: tokens that were chosen on the device, by
-        their number among those chosen last.
+        their number among those chosen last. ``taps``: see ``Decoder.hidden``.
         """
-        self._decoder, self._kv, self._tables, self._fed = decoder, kv, tables, fed
+        self._decoder, self._kv, self._tables, self._fed, self._taps = decoder, kv, tables, fed, taps
         self._plan_attention = backend.plan_attention
-        self._taped = TapedDecoder(decoder, backend.tape, kv, tables) if backend.tape else None
+        self._taped = TapedDecoder(decoder, backend.tape, kv, tables, taps) if backend.tape else None
+        self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
+        """Of the last batch, until the next."""
 
-    def forward(self, batch: Batch) -> Tensor | None:
-        """The logits of the batch's ``logit_rows``, fp32 ``[samples, vocab]``; None if the batch is empty."""
+    def forward(self, batch: Batch, states: Tensor | None = None) -> Tensor | None:
+        """The logits of the batch's ``logit_rows``, fp32 ``[samples, vocab]``; None if the batch is empty.
+
+        ``states``: see ``ForwardBatch``.
+        """
         if not batch.rows:
             return None
         if self._taped is not None:
-            return self._taped.forward(self._step_arrays(batch))
-        return self._decoder.forward(self._forward_batch(batch), self._kv)
+            logits = self._taped.forward(self._step_arrays(batch), states)
+            self.hidden = self._taped.hidden
+            return logits
+        prepared = self._forward_batch(batch)
+        prepared.states = states
+        self.hidden = self._decoder.hidden(prepared, self._kv, self._taps)
+        return self._decoder.logits(self.hidden.normed)
 
     def _step_arrays(self, batch: Batch) -> StepArrays:
         tokens = batch.tokens

@@ -16,7 +16,8 @@ from workers.config import EngineConfig
 from workers.engine.batch import Batch
 from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
-from workers.engine.draft_model import DraftModel, read_draft_config
+from workers.engine.draft_head import HeadModel
+from workers.engine.draft_model import Drafter, DraftModel, read_draft_config
 from workers.engine.memory import group_specs, host_group, pages_by_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
@@ -30,10 +31,12 @@ from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.models import Decoder, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
+from workers.models.head_loader import load_head
+from workers.models.heads import HeadConfig
 from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
 from workers.scheduling import Work
-from workers.scheduling.model_speculation import DraftJob
+from workers.scheduling.model_speculation import MAX_HEAD_LAG, DraftJob
 
 
 class Rank:
@@ -60,7 +63,8 @@ class Rank:
         model = self.decoder.config
         kv_dtype = _kv_dtype(config.kv_cache_dtype, self.dtype)
         draft = read_draft_config(config, self.model_config)
-        num_pages = pages_by_group(config, model, kv_dtype, self.device, draft)
+        drafting = draft.model if isinstance(draft, HeadConfig) else draft
+        num_pages = pages_by_group(config, model, kv_dtype, self.device, drafting)
         if group is not None:
             num_pages = [group.minimum(pages, self.device) for pages in num_pages]
         leads = self.shard.size > 1 and self.shard.rank == 0
@@ -75,14 +79,15 @@ class Rank:
             torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
-        self._draft_model = self._load_draft_model(config, draft, num_pages) if draft is not None else None
+        self._drafter = self._load_drafter(config, draft, num_pages) if draft is not None else None
         checkpoints = [fingerprint(path) for path in (config.model, config.speculative_draft_model_path) if path]
         self.layout = (
             f"{config.page_size} tokens, {', '.join(str(size) for size in self.kv.page_bytes)} bytes {kv_dtype}, "
             f"{self.shard.size} ranks, checkpoint {' and '.join(checkpoints)}"
         )
         """Ranks with the same layout can read each other's pages."""
-        self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed)
+        taps = self._drafter.taps if self._drafter is not None else ()
+        self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed, taps)
         self._group = group
         overlap = config.overlap_schedule
         self.overlaps = self.device.type == "cuda" if overlap is None else overlap
@@ -112,25 +117,41 @@ class Rank:
             device=self.device,
             dtype=self.dtype,
             context_len=self.context_len,
-            # Panels are multiplied as they are stored: what the checkpoint has, unless it was chosen otherwise.
-            weight_dtype=model.dtype if backend.tape is not None and config.dtype == "auto" else None,
+            weight_dtype=_weight_dtype(config, model, backend),
             group=group,
             expert_parallel=config.expert_parallel,
             kernels=backend,
         )
 
-    def _load_draft_model(
-        self, config: EngineConfig, draft: ModelConfig, num_pages: Sequence[int]
-    ) -> DraftModel | None:
-        """Every rank's pages hold a draft model's KV, because they are alike; a group's leader alone runs it."""
-        host = host_group(self.model_config)
-        kv = KVPool(draft, [num_pages[host]] * len(draft.kv_groups), config.page_size, self.kv.dtype, self.device)
+    def _load_drafter(
+        self, config: EngineConfig, draft: ModelConfig | HeadConfig, num_pages: Sequence[int]
+    ) -> Drafter | None:
+        """Every rank's pages hold a draft's KV, because they are alike; a group's leader alone computes it."""
+        host, model = host_group(self.model_config), draft if isinstance(draft, ModelConfig) else draft.model
+        kv = KVPool(model, [num_pages[host]] * len(model.kv_groups), config.page_size, self.kv.dtype, self.device)
         self.kv.take_in(kv, host)
-        if self.shard.rank or config.speculative_draft_model_path is None:
+        if self.shard.rank:
             return None
-        backend = self._load_backend(config)
-        decoder = self._load_decoder(config, config.speculative_draft_model_path, draft, backend, None)
-        return DraftModel(decoder, backend, kv, self.tables[host])
+        backend, path = self._load_backend(config), config.speculative_draft_model_path or config.model
+        if isinstance(draft, ModelConfig):
+            decoder = self._load_decoder(config, path, draft, backend, None)
+            return DraftModel(decoder, backend, kv, self.tables[host])
+        head = load_head(
+            path,
+            draft,
+            config.model,
+            self.model_config,
+            device=self.device,
+            dtype=self.dtype,
+            context_len=self.context_len,
+            kernels=backend,
+            weight_dtype=_weight_dtype(config, model, backend),
+        )
+        # What a step computes, and what a head may be behind.
+        num_kept = config.chunked_prefill_size + config.max_running_requests * (
+            MAX_HEAD_LAG + config.speculative_num_draft_tokens + 1
+        )
+        return HeadModel(head, draft.taps, backend, kv, self.tables[host], num_kept)
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         """Queue a step's copies of pages and its changes of page tables."""
@@ -138,9 +159,9 @@ class Rank:
             self.stream.run(partial(self._apply_updates, copies, table_updates))
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[dict[str, array[int]], int]:
-        """See ``DraftModel.propose``. Waits for it. In a group, for its leader."""
-        assert self._draft_model is not None
-        return self.stream.run(partial(self._draft_model.propose, jobs, self._counts)).result()
+        """See ``Drafter.propose``. Waits for it. In a group, for its leader."""
+        assert self._drafter is not None
+        return self.stream.run(partial(self._drafter.propose, jobs, self._counts)).result()
 
     def launch(self, batch: Batch, num_copies: int) -> None:
         """Queue one forward pass. ``num_copies`` were queued before it."""
@@ -167,6 +188,8 @@ class Rank:
         logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
         choice = Choice(work, ended, masks.result() if masks is not None else {})
         self._chosen, results = choice.queue(logits, self._counts, self._add_noise)
+        if self._drafter is not None:
+            self._drafter.keep(work, self._model.hidden)
         return choice, Download(results)
 
     @torch.inference_mode()
@@ -206,6 +229,11 @@ def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype: {name!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _weight_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) -> torch.dtype | None:
+    """Panels are multiplied as they are stored: what the checkpoint has, unless it was chosen otherwise."""
+    return model.dtype if backend.tape is not None and config.dtype == "auto" else None
 
 
 def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

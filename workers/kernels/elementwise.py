@@ -77,6 +77,9 @@ class Elementwise(Protocol):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """``x + delta`` normalized (as it is, without a weight), and ``x + delta``. ``[tokens, hidden]``"""
 
+    def norm_both(self, x: Tensor, x_weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+        """``norm`` of ``x`` and of ``y``, both ``[tokens, hidden]``, side by side."""
+
     def mean_squares(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The mean squares of the parts' rows, fp32 ``[tokens, parts]``."""
 
@@ -139,6 +142,9 @@ class TorchElementwise:
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         total = x if delta is None else x + delta
         return total if weight is None else self.norm(total, weight, eps), total
+
+    def norm_both(self, x: Tensor, x_weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+        return torch.cat((self.norm(x, x_weight, eps), self.norm(y, y_weight, eps)), dim=-1)
 
     def rotate(self, x: Tensor, rotation: Rotation, rest: Tensor | None = None) -> Tensor:
         dim = rotation.cos.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.errors import UnsupportedModel
 from workers.kernels.paged_attention import HeadShape
@@ -12,7 +12,8 @@ from workers.models.families import deepseek, dense, gemma, moe
 from workers.models.fields import Fields, read_json
 from workers.models.spec import ModelConfig
 
-FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
+Families: TypeAlias = dict[str, Callable[[Fields], dict[str, Any]]]
+FAMILIES: Families = {
     "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
     "Gemma2ForCausalLM": gemma.gemma2,
@@ -40,16 +41,15 @@ def read_config(folder: Path) -> ModelConfig:
     raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
-    return parse_config(raw, eos)
+    return parse_config(Fields(raw), FAMILIES, eos)
 
 
-def parse_config(raw: dict[str, Any], eos: int | list[int] | None = None) -> ModelConfig:
+def parse_config(fields: Fields, families: Families, eos: int | list[int] | None = None) -> ModelConfig:
     """A model's config from the fields of its ``config.json``. Raises UnsupportedModel."""
-    fields = Fields(raw)
     names = fields.items("architectures")
     name = names[0] if len(names) == 1 else str(names)
-    if name not in FAMILIES:
-        raise UnsupportedModel(f"architectures: {name} is not supported; supported: {', '.join(FAMILIES)}")
+    if name not in families:
+        raise UnsupportedModel(f"architectures: {name} is not supported; supported: {', '.join(families)}")
     vocab_size = fields.size("vocab_size")
     common: dict[str, Any] = {
         "architecture": name,
@@ -62,7 +62,7 @@ def parse_config(raw: dict[str, Any], eos: int | list[int] | None = None) -> Mod
         "eos_token_ids": _eos_token_ids(eos, vocab_size),
         "fp8_block": _fp8_block(fields, name),
     }
-    config = ModelConfig(**common | FAMILIES[name](fields))
+    config = ModelConfig(**common | families[name](fields))
     _refuse_unequal_heads(config)
     return config
 

@@ -7,8 +7,9 @@ batch of decodes can be captured as a graph, and a rank can run any step of its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ class ForwardBatch:
     """By KV group."""
     logit_rows: Tensor
     """int64 ``[samples]``: which tokens' logits are wanted"""
+    states: Tensor | None = None
+    """``[tokens, hidden]``: what a draft head continues from (see ``heads``)"""
+
+
+class Hidden(NamedTuple):
+    """What a forward pass leaves before the logits."""
+
+    normed: Tensor
+    """``[samples, hidden]``: after the last norm, which logits are computed from"""
+    last: Tensor
+    """``[samples, hidden]``: before it"""
+    taps: list[Tensor]
+    """``[tokens, hidden]`` each: see ``Decoder.hidden``"""
 
 
 @dataclass(slots=True)
@@ -122,22 +136,34 @@ class Decoder:
 
         In a group, rank 0 gets the logits; the others get their own part of the vocabulary.
         """
-        return self.logits(self.hidden(batch, kv))
+        return self.logits(self.hidden(batch, kv).normed)
 
-    def hidden(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """Write the batch's KV and return the samples' last hidden states ``[samples, hidden]``, normalized."""
-        rotations = [Rotation(*(self._ops.gather(part, batch.positions) for part in table)) for table in self._tables]
-        hidden = self._embed(batch.tokens)
-        delta = None
+    def hidden(self, batch: ForwardBatch, kv: KVPool, taps: Sequence[int] = ()) -> Hidden:
+        """Write the batch's KV and return the samples' last hidden states.
+
+        ``taps``: layers whose inputs are wanted too, of all tokens; the number of layers stands for what the last norm
+        gives.
+        """
+        ops, eps, norm = self._ops, self.config.norm_eps, self.weights.final_norm
+        rotations = [Rotation(*(ops.gather(part, batch.positions) for part in table)) for table in self._tables]
+        tapped: dict[int, Tensor] = {}
+        delta: Tensor | None = None
+        x, hidden = self._enter(batch, self.weights.layers[0])
         for i, (spec, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
+            if delta is not None:
+                x, hidden = ops.add_norm(hidden, delta, weights.before_mixer, eps)
+            if i in taps:
+                tapped[i] = hidden
             pages = batch.groups[self._group_of[i]]
             places = Places(kv.k[i], kv.v[i], pages.write_pages, batch.write_offsets, kv.scales[i])
             at = Position(places, pages.attention, rotations[self._rope_of[i]], self._kernels)
-            hidden, delta = self._layer(hidden, delta, spec, weights, at)
+            hidden, delta = self._layer(x, hidden, spec, weights, at)
         assert delta is not None, "a model has layers"
-        rows, eps = batch.logit_rows, self.config.norm_eps
-        last, last_delta = self._ops.gather(hidden, rows), self._ops.gather(delta, rows)
-        return self._ops.add_norm(last, last_delta, self.weights.final_norm, eps)[0]
+        if len(self.config.layers) in taps:
+            tapped[len(self.config.layers)] = ops.add_norm(hidden, delta, norm, eps)[0]
+        rows = batch.logit_rows
+        last, last_delta = ops.gather(hidden, rows), ops.gather(delta, rows)
+        return Hidden(*ops.add_norm(last, last_delta, norm, eps), [tapped[i] for i in taps])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[samples, vocab_size]`` of ``hidden``; in a group, see ``forward``."""
@@ -148,12 +174,17 @@ class Decoder:
         logits, cap = self._gathered(part), self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
+    def _enter(self, batch: ForwardBatch, first: LayerWeights) -> tuple[Tensor, Tensor]:
+        """What the first layer's mixer reads, and the residual stream."""
+        return self._ops.add_norm(self._embed(batch.tokens), None, first.before_mixer, self.config.norm_eps)
+
     def _layer(
-        self, hidden: Tensor, delta: Tensor | None, spec: LayerSpec, w: LayerWeights, at: Position
+        self, x: Tensor, hidden: Tensor, spec: LayerSpec, w: LayerWeights, at: Position
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is to be added to it, before and after the layer: sums go with norms."""
+        """From ``x``, what the mixer reads of the residual stream ``hidden``: the stream after the mixer, and what the
+        feed-forward part adds to it, which goes with the next norm.
+        """
         ops, eps = self._ops, self.config.norm_eps
-        x, hidden = ops.add_norm(hidden, delta, w.before_mixer, eps)
         mixed = self._norm(self._sum(self._mix(x, spec, w, at)), w.after_mixer)
         x, hidden = ops.add_norm(hidden, mixed, w.before_feed_forward, eps)
         if isinstance(w.feed_forward, MLPWeights):

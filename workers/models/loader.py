@@ -77,14 +77,14 @@ def load_decoder(
     part = config.shard(shard)
     with ExitStack() as stack:
         tensors = Tensors(weight_files(folder), stack, device, dtype, config.fp8_block)
-        weights = _Loader(tensors, config, part, shard, weight_dtype or dtype, kernels.products).decoder()
+        weights = Loader(tensors, config, part, shard, weight_dtype or dtype, kernels.products).decoder()
         tensors.refuse_unused(
             tied=config.tie_embeddings, num_layers=len(config.layers), num_extra_layers=config.num_extra_layers
         )
     return Decoder(part, weights, context_len, device=device, dtype=dtype, group=group, kernels=kernels)
 
 
-class _Loader:
+class Loader:
     """``whole`` is the model, ``part`` this rank's shard of it: layer by layer the same kinds of parts."""
 
     def __init__(
@@ -97,20 +97,20 @@ class _Loader:
         products: Products,
     ) -> None:
         """``dtype``: of matrices."""
-        self._t, self._whole, self._part, self._shard = tensors, whole, part, shard
+        self.tensors, self._whole, self._part, self._shard = tensors, whole, part, shard
         self._dtype, self._prepare = dtype, products.prepare
         self._hidden = whole.hidden_size
 
     def decoder(self) -> DecoderWeights:
-        table = self._vocabulary("model.embed_tokens.weight")
+        table = self.vocabulary("model.embed_tokens.weight")
         layers = [
-            self._layer(f"model.layers.{i}", whole, part)
+            self.layer(f"model.layers.{i}", whole, part)
             for i, (whole, part) in enumerate(zip(self._whole.layers, self._part.layers, strict=True))
         ]
-        head = table if self._whole.tie_embeddings else self._vocabulary("lm_head.weight")
-        return DecoderWeights(table, layers, self._norm("model.norm", self._hidden), head)
+        head = table if self._whole.tie_embeddings else self.vocabulary("lm_head.weight")
+        return DecoderWeights(table, layers, self.norm("model.norm", self._hidden), head)
 
-    def _layer(self, name: str, whole: LayerSpec, part: LayerSpec) -> LayerWeights:
+    def layer(self, name: str, whole: LayerSpec, part: LayerSpec) -> LayerWeights:
         if isinstance(whole.mixer, LatentSpec):
             mixer: AttentionWeights | LatentWeights = self._latent(f"{name}.self_attn", whole.mixer)
         else:
@@ -122,7 +122,7 @@ class _Loader:
         else:
             feed_forward = self._mlp(f"{name}.mlp", whole.feed_forward)
         before_mixer, after_mixer, before_feed_forward, after_feed_forward = (
-            self._norm(f"{name}.{norm}", self._hidden) if norm else None for norm in whole.norms
+            self.norm(f"{name}.{norm}", self._hidden) if norm else None for norm in whole.norms
         )
         return LayerWeights(before_mixer, after_mixer, before_feed_forward, after_feed_forward, mixer, feed_forward)
 
@@ -140,30 +140,30 @@ class _Loader:
         ]
         norms: list[Tensor | None] = [None, None]
         if whole.qk_norm is QKNorm.HEAD:
-            norms = [self._norm(f"{name}.{p}_norm", dim) for p in "qk"]
+            norms = [self.norm(f"{name}.{p}_norm", dim) for p in "qk"]
         elif whole.qk_norm is QKNorm.ALL:
-            norms = [self._norm(f"{name}.{p}_norm", n, mine) for p, n, mine in (("q", q_size, q), ("k", kv_size, kv))]
+            norms = [self.norm(f"{name}.{p}_norm", n, mine) for p, n, mine in (("q", q_size, q), ("k", kv_size, kv))]
         heads = (shard.rank * part.num_heads, (shard.rank + 1) * part.num_heads)
         return AttentionWeights(
             qkv=self._fused_qkv(name, q_size, kv_size, q, kv)
             if whole.fused_qkv
-            else self._stack([(f"{p}.weight", n, mine) for p, n, mine in qkv], self._hidden),
-            qkv_bias=self._t.stack([(f"{p}.bias", n, mine) for p, n, mine in qkv]) if whole.qkv_bias else None,
+            else self._stack([(f"{p}.weight", n, mine) for p, n, mine in qkv], whole.num_inputs * self._hidden),
+            qkv_bias=self.tensors.stack([(f"{p}.bias", n, mine) for p, n, mine in qkv]) if whole.qkv_bias else None,
             q_norm=norms[0],
             k_norm=norms[1],
-            sinks=self._t.take(f"{name}.sinks", whole.num_heads, part=heads) if whole.sinks else None,
-            o=self._matrix(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
+            sinks=self.tensors.take(f"{name}.sinks", whole.num_heads, part=heads) if whole.sinks else None,
+            o=self.matrix(f"{name}.o_proj.weight", self._hidden, q_size, dim=1, part=q),
             o_bias=self._row_bias(f"{name}.o_proj.bias", whole.o_bias),
-            kv_scales=(self._t.scalar(f"{name}.k_scale", 1.0), self._t.scalar(f"{name}.v_scale", 1.0)),
+            kv_scales=(self.tensors.scalar(f"{name}.k_scale", 1.0), self.tensors.scalar(f"{name}.v_scale", 1.0)),
         )
 
     def _fused_qkv(self, name: str, q_size: int, kv_size: int, q: Part, kv: Part) -> Weight:
-        rows = self._t.take(f"{name}.qkv_proj.weight", q_size + 2 * kv_size, self._hidden, dtype=self._dtype)
+        rows = self.tensors.take(f"{name}.qkv_proj.weight", q_size + 2 * kv_size, self._hidden, dtype=self._dtype)
         whole = rows.split((q_size, kv_size, kv_size))
         return self._prepare(torch.cat([tensor[slice(*mine)] for tensor, mine in zip(whole, (q, kv, kv), strict=True)]))
 
     def _latent(self, name: str, spec: LatentSpec) -> LatentWeights:
-        t, hidden, heads = self._t, self._hidden, spec.num_heads
+        t, hidden, heads = self.tensors, self._hidden, spec.num_heads
         first, end = self._shard.of(heads)
         q_dim, kv_dim = spec.nope_dim + spec.rope.dim, spec.nope_dim + spec.v_dim
         q_name, q_in = ("q_b_proj", spec.q_rank) if spec.q_rank else ("q_proj", hidden)
@@ -180,23 +180,23 @@ class _Loader:
             kv_a_bias = None if kv_a_bias is None else _halves(kv_a_bias[:, None], spec.rope.dim)[:, 0]
         v_part = (first * spec.v_dim, end * spec.v_dim)
         return LatentWeights(
-            q_a=self._matrix(f"{name}.q_a_proj.weight", spec.q_rank, hidden) if spec.q_rank else None,
+            q_a=self.matrix(f"{name}.q_a_proj.weight", spec.q_rank, hidden) if spec.q_rank else None,
             q_a_bias=t.take(f"{name}.q_a_proj.bias", spec.q_rank) if spec.q_rank and spec.bias else None,
-            q_a_norm=self._norm(f"{name}.q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            q_a_norm=self.norm(f"{name}.q_a_layernorm", spec.q_rank) if spec.q_rank else None,
             q_b=self._prepare(q_b),
             kv_a=self._prepare(kv_a),
             kv_a_bias=kv_a_bias,
-            kv_a_norm=self._norm(f"{name}.kv_a_layernorm", spec.kv_rank),
+            kv_a_norm=self.norm(f"{name}.kv_a_layernorm", spec.kv_rank),
             key=self._prepare(key.transpose(1, 2).contiguous()),
             value=self._prepare(value.contiguous()),
-            o=self._matrix(f"{name}.o_proj.weight", hidden, heads * spec.v_dim, dim=1, part=v_part),
+            o=self.matrix(f"{name}.o_proj.weight", hidden, heads * spec.v_dim, dim=1, part=v_part),
             o_bias=self._row_bias(f"{name}.o_proj.bias", spec.bias),
         )
 
     # ---- feed-forward parts ------------------------------------------------------------------------
 
     def _mlp(self, name: str, spec: MLPSpec) -> MLPWeights:
-        t, size, mine = self._t, spec.size, self._shard.of(spec.size)
+        t, size, mine = self.tensors, spec.size, self._shard.of(spec.size)
         gate_up = [(f"{name}.{p}_proj", size, mine) for p in ("gate", "up")]
         if spec.fused_gate_up:
             whole = t.take(f"{name}.gate_up_proj.weight", 2 * size, self._hidden, dtype=self._dtype)
@@ -207,19 +207,19 @@ class _Loader:
         return MLPWeights(
             gate_up=both,
             gate_up_bias=t.stack([(f"{p}.bias", n, part) for p, n, part in gate_up]) if spec.bias else None,
-            down=self._matrix(f"{name}.down_proj.weight", self._hidden, size, dim=1, part=mine),
+            down=self.matrix(f"{name}.down_proj.weight", self._hidden, size, dim=1, part=mine),
             down_bias=self._row_bias(f"{name}.down_proj.bias", spec.bias),
         )
 
     def _experts(self, layer: str, whole: ExpertsSpec, part: ExpertsSpec) -> ExpertsWeights:
-        t, names, router = self._t, EXPERT_NAMES[whole.layout], whole.router
+        t, names, router = self.tensors, EXPERT_NAMES[whole.layout], whole.router
         block = f"{layer}.{names.block}"
         load = self._gpt_oss_experts if whole.layout == "gpt_oss" else self._separate_experts
         gate_up, gate_up_bias, down, down_bias = load(block, names, whole, part)
         shared = self._mlp(f"{block}.{names.shared}", whole.shared) if whole.shared is not None else None
         gate_name, bias_name = f"{block}.{names.shared}_gate.weight", f"{block}.{names.router}.e_score_correction_bias"
         return ExpertsWeights(
-            router=self._matrix(f"{block}.{names.router}.weight", router.num_experts, self._hidden, layer=False),
+            router=self.matrix(f"{block}.{names.router}.weight", router.num_experts, self._hidden, layer=False),
             router_bias=t.take(f"{block}.{names.router}.bias", router.num_experts) if router.bias else None,
             choice_bias=t.take(bias_name, router.num_experts, dtype=torch.float32) if router.choice_bias else None,
             gate_up=self._prepare(gate_up),
@@ -227,12 +227,12 @@ class _Loader:
             down=self._prepare(down),
             down_bias=down_bias,
             shared=shared,
-            shared_gate=self._matrix(gate_name, 1, self._hidden, layer=False) if whole.shared_gate else None,
+            shared_gate=self.matrix(gate_name, 1, self._hidden, layer=False) if whole.shared_gate else None,
         )
 
     def _separate_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
         """Experts with a tensor for each projection; this rank's, or its share of each."""
-        t, hidden, size, mine = self._t, self._hidden, whole.size, self._width(whole)
+        t, hidden, size, mine = self.tensors, self._hidden, whole.size, self._width(whole)
         gate_up, down = [], []
         for expert in self._local(whole, part):
             gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
@@ -244,7 +244,7 @@ class _Loader:
 
     def _gpt_oss_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
         """All experts in one tensor, their gates and ups interleaved, in MXFP4 or as they are."""
-        t, hidden, size, num = self._t, self._hidden, whole.size, whole.router.num_experts
+        t, hidden, size, num = self.tensors, self._hidden, whole.size, whole.router.num_experts
         name, mine = f"{block}.experts", slice(*self._width(whole))
         if t.has(f"{name}.gate_up_proj_blocks"):
             gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden, dtype=self._dtype)
@@ -269,27 +269,27 @@ class _Loader:
 
     # ---- shared ------------------------------------------------------------------------------------
 
-    def _norm(self, name: str, size: int, part: Part | None = None) -> Tensor:
+    def norm(self, name: str, size: int, part: Part | None = None) -> Tensor:
         if self._whole.norm_adds_one:
-            return self._t.take(f"{name}.weight", size, part=part, dtype=torch.float32) + 1.0
-        return self._t.take(f"{name}.weight", size, part=part)
+            return self.tensors.take(f"{name}.weight", size, part=part, dtype=torch.float32) + 1.0
+        return self.tensors.take(f"{name}.weight", size, part=part)
 
     def _row_bias(self, name: str, present: bool) -> Tensor | None:
         # A row-parallel product is summed over the ranks, so only one of them adds the bias.
-        bias = self._t.take(name, self._hidden) if present else None
+        bias = self.tensors.take(name, self._hidden) if present else None
         return bias if self._shard.rank == 0 else None
 
-    def _matrix(self, name: str, *shape: int, dim: int = 0, part: Part | None = None, layer: bool = True) -> Weight:
-        return self._prepare(self._t.take(name, *shape, dim=dim, part=part, dtype=self._dtype), layer=layer)
+    def matrix(self, name: str, *shape: int, dim: int = 0, part: Part | None = None, layer: bool = True) -> Weight:
+        return self._prepare(self.tensors.take(name, *shape, dim=dim, part=part, dtype=self._dtype), layer=layer)
 
     def _stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Weight:
-        return self._prepare(self._t.stack(parts, *shape, dtype=self._dtype))
+        return self._prepare(self.tensors.stack(parts, *shape, dtype=self._dtype))
 
-    def _vocabulary(self, name: str) -> Weight:
+    def vocabulary(self, name: str) -> Weight:
         """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""
         total, shard = self._whole.vocab_size, self._shard
         start, end = shard.of(total)
-        rows = self._t.take(name, total, self._hidden, part=(start, end), dtype=self._dtype)
+        rows = self.tensors.take(name, total, self._hidden, part=(start, end), dtype=self._dtype)
         return self._prepare(pad(rows, (0, 0, 0, -(-total // shard.size) - (end - start))), layer=False)
 
 

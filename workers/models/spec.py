@@ -58,6 +58,8 @@ class AttentionSpec:
     qk_norm: QKNorm = QKNorm.NONE
     fused_qkv: bool = False
     """The checkpoint has one tensor for the three projections."""
+    num_inputs: int = 1
+    """Hidden states side by side that the projections read: 2 in a draft head."""
 
     @property
     def head_shape(self) -> HeadShape:

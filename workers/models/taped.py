@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.kernels.cpu import ops
 from workers.kernels.cpu.operations import CpuPlan, CpuProducts
 from workers.kernels.cpu.tape import StepArrays, Tape, matrix, page_table
-from workers.models.decoder import Decoder, ForwardBatch
+from workers.models.decoder import Decoder, ForwardBatch, Hidden
 from workers.models.kv_pool import KVPool
 from workers.models.mixers import GroupBatch
 from workers.models.parallel import RankGroup, Shard
@@ -40,29 +40,47 @@ class TapedGroup:
 class TapedDecoder:
     """Runs a decoder on ``kv`` and the page tables of its KV groups, all of which stay where they are."""
 
-    def __init__(self, decoder: Decoder, tape: Tape, kv: KVPool, tables: Sequence[Tensor]) -> None:
-        """``tables``: by group, int32 ``[sessions, max_pages]``. ``tape``: the one of the decoder's kernels."""
-        self._decoder, self._tape, self._kv, self._tables = decoder, tape, kv, tables
+    def __init__(
+        self, decoder: Decoder, tape: Tape, kv: KVPool, tables: Sequence[Tensor], taps: Sequence[int] = ()
+    ) -> None:
+        """``tables``: by group, int32 ``[sessions, max_pages]``. ``tape``: the one of the decoder's kernels, and no
+        other's. ``taps``: see ``Decoder.hidden``.
+        """
+        self._decoder, self._tape, self._kv, self._tables, self._taps = decoder, tape, kv, tables, taps
         self._products = CpuProducts(tape)
         self._logits: ops.LinearOp | None = None
+        self._states: Tensor | None = None
+        self._hidden = self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
+        """Of the last step, until the next."""
 
-    def forward(self, step: StepArrays) -> Tensor:
-        """As ``Decoder.forward``."""
+    def forward(self, step: StepArrays, states: Tensor | None = None) -> Tensor:
+        """As ``Decoder.forward``. ``states``: see ``ForwardBatch``; given always or never."""
         if self._logits is None or len(step.tokens) > self._tape.max_tokens:
-            self._record(max(FIRST_TOKENS, 1 << (len(step.tokens) - 1).bit_length()))
+            self._record(max(FIRST_TOKENS, 1 << (len(step.tokens) - 1).bit_length()), has_states=states is not None)
         assert self._logits is not None
-        logits = torch.empty(len(step.logit_rows), self._logits.weight.rows)
+        num_tokens, num_samples = len(step.tokens), len(step.logit_rows)
+        if states is not None:
+            assert self._states is not None
+            self._states[:num_tokens] = states
+        logits = torch.empty(num_samples, self._logits.weight.rows)
         self._logits.out = matrix(logits)
         self._tape.run(step)
+        normed, last, taps = self._hidden
+        self.hidden = Hidden(normed[:num_samples], last[:num_samples], [tap[:num_tokens] for tap in taps])
         return self._decoder.whole_logits(logits)
 
-    def _record(self, max_tokens: int) -> None:
+    def _record(self, max_tokens: int, *, has_states: bool) -> None:
         tape, page_size = self._tape, self._kv.page_size
         decoder = self._decoder.on(lambda group: TapedGroup(group, tape))
         with tape.recording(max_tokens):
             batch = self._prepared(page_size)
-            hidden = decoder.hidden(batch, self._kv)
-            self._logits = self._products.linear_to(tape.empty(1, 1, dtype=torch.float32), hidden, decoder.weights.head)
+            if has_states:
+                batch.states = self._states = tape.keep(tape.empty(max_tokens, decoder.config.hidden_size))
+            self._hidden = decoder.hidden(batch, self._kv, self._taps)
+            for part in (self._hidden.normed, self._hidden.last, *self._hidden.taps):
+                tape.keep(part)
+            out, head = tape.empty(1, 1, dtype=torch.float32), decoder.weights.head
+            self._logits = self._products.linear_to(out, self._hidden.normed, head)
 
     def _prepared(self, page_size: int) -> ForwardBatch:
         """What the operations read of a step, once its arrays are there."""

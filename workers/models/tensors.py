@@ -66,7 +66,7 @@ class Tensors:
         dtype: torch.dtype,
         fp8_block: tuple[int, int] | None = None,
     ) -> None:
-        self._device, self._dtype, self._fp8_block = device, dtype, fp8_block
+        self.device, self._dtype, self._fp8_block = device, dtype, fp8_block
         self._by_name: dict[str, Any] = {}
         for path in files:
             try:
@@ -95,7 +95,14 @@ class Tensors:
             tensor = stored[index]
             if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 raise UnsupportedModel(f"{name}: is {tensor.dtype}; supported: float32, float16, bfloat16")
-        return tensor.to(self._device, dtype or self._dtype).contiguous()
+        return tensor.to(self.device, dtype or self._dtype).contiguous()
+
+    def take_ids(self, name: str, count: int) -> Tensor:
+        """``count`` integers, as int64."""
+        ids: Tensor = self._stored(name, (count,))[:]
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise UnsupportedModel(f"{name}: is {ids.dtype}; supported: int32, int64")
+        return ids.to(self.device, torch.int64)
 
     def scalar(self, name: str, default: float) -> float:
         """A tensor of one positive number, or ``default`` if there is none."""
@@ -115,7 +122,7 @@ class Tensors:
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise UnsupportedModel(f"{name}_blocks: is {blocks.dtype}; MXFP4 is stored as uint8")
         # One expert at a time: together, in fp32, they are eight times as large as stored.
-        parts = [from_mxfp4(block, scale).to(self._device, dtype) for block, scale in zip(blocks, scales, strict=True)]
+        parts = [from_mxfp4(block, scale).to(self.device, dtype) for block, scale in zip(blocks, scales, strict=True)]
         return torch.stack(parts)[..., : shape[-1]]
 
     def skip(self, prefix: str) -> None:

@@ -32,6 +32,9 @@ UNKNOWN_TAIL = 32
 tokens: a turn ends with some that it has not. They are computed again, into pages that others may hold too: what the
 draft model computes of the same tokens is the same."""
 
+MAX_HEAD_LAG = 32
+"""Tokens of a turn that a draft head may be behind the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
@@ -103,14 +106,10 @@ class ModelSpeculation:
         jobs = []
         for w in work:
             drafting = self._turns[w.turn]
-            if w.turn.in_flight or not (drafting.pays or w.draft):
-                continue
-            start = max(0, w.start - self._tail)
-            if drafting.computed_len is not None:
-                start = min(w.start, drafting.computed_len)
-            num_draft = len(w.draft.tokens) if w.draft is not None else 0
-            end = min(w.start + w.num_known, start + self._max_lag)
-            jobs.append(DraftJob(w.turn, w.row, start, end, num_draft))
+            start, end = self._missing(w, drafting)
+            if not w.turn.in_flight and (w.draft or self._follows(drafting, end - start)):
+                num_draft = len(w.draft.tokens) if w.draft is not None else 0
+                jobs.append(DraftJob(w.turn, w.row, start, min(end, start + self._max_lag), num_draft))
         return jobs
 
     def computed(self, jobs: Iterable[DraftJob], num_runs: int, seconds: float) -> None:
@@ -120,6 +119,17 @@ class ModelSpeculation:
         if num_runs and all(job.end - job.start <= 2 for job in jobs):  # else it has caught up, too
             run_s = seconds / num_runs
             self._run_s += (RUN_WEIGHT if self._run_s else 1.0) * (run_s - self._run_s)
+
+    def _missing(self, work: Work, drafting: _Drafting) -> tuple[int, int]:
+        """The tokens that the draft model can compute and has not."""
+        start = max(0, work.start - self._tail)
+        if drafting.computed_len is not None:
+            start = min(work.start, drafting.computed_len)
+        return start, work.start + work.num_known
+
+    def _follows(self, drafting: _Drafting, lag: int) -> bool:
+        """Whether the draft model computes a turn's tokens in a step without a draft."""
+        return drafting.pays
 
     def pays(self, num_rows: int) -> bool:
         """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
@@ -140,7 +150,10 @@ class ModelSpeculation:
         decay = WORKER_DECAY**num_trials
         self._hits, self._trials = decay * self._hits + num_accepted, decay * self._trials + num_trials
         drafting.pays = self._num_paying(drafting, 1) > 0
-        # Its KV of the draft's last token was not computed, nor is that of what was not accepted right.
+        self._keep_drafted(drafting, draft, num_accepted)
+
+    def _keep_drafted(self, drafting: _Drafting, draft: Draft, num_accepted: int) -> None:
+        """KV of the draft's last token was not computed, nor is that of what was not accepted right."""
         assert drafting.computed_len is not None
         drafting.computed_len += min(num_accepted, len(draft.tokens) - 1)
 
@@ -164,3 +177,35 @@ class ModelSpeculation:
             chance *= rate
             count += 1
         return count
+
+
+class HeadSpeculation(ModelSpeculation):
+    """Of a draft head. A token of its is computed from the model's state one position before.
+
+    So it computes what the model has computed, a step later: tokens up to the first that the model computes now. Only
+    so many states are kept: where it does not pay, it still follows in pieces of ``MAX_HEAD_LAG`` tokens.
+    """
+
+    def __init__(self, max_draft: int, max_lag: int) -> None:
+        super().__init__(max_draft, max_lag)
+        self._tail = 0  # what came with a prefix is as good as what can be computed without its states
+
+    def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        """See ``ModelSpeculation``. Before a turn's second token there is no state."""
+        return super().propose(turn, limit, num_rows) if len(turn.tokens) > 1 else None
+
+    def pays(self, num_rows: int) -> bool:
+        """See ``ModelSpeculation``. Or a turn has a piece of tokens for which states are kept."""
+        lags = (len(turn.tokens) - (each.computed_len or 0) for turn, each in self._turns.items() if turn.in_flight)
+        return any(lag >= MAX_HEAD_LAG for lag in lags) or super().pays(num_rows)
+
+    def _missing(self, work: Work, drafting: _Drafting) -> tuple[int, int]:
+        known = drafting.computed_len
+        drafting.computed_len = work.start if known is None else min(known, work.start)
+        return drafting.computed_len, work.start + 1
+
+    def _follows(self, drafting: _Drafting, lag: int) -> bool:
+        return drafting.pays or lag >= MAX_HEAD_LAG
+
+    def _keep_drafted(self, drafting: _Drafting, draft: Draft, num_accepted: int) -> None:
+        """None of its drafts' KV: what it computes from the model's states replaces that."""

@@ -130,6 +130,19 @@ class CpuElementwise:
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         total = x if delta is None else self._tape.empty(*x.shape)
         out = total if weight is None else self._tape.empty(*x.shape)
+        self._add_norm(out, total, x, delta, weight, eps)
+        return out, total
+
+    def norm_both(self, x: Tensor, x_weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        out = self._tape.empty(len(x), 2 * width)
+        self._add_norm(out.narrow(1, 0, width), x, x, None, x_weight, eps)
+        self._add_norm(out.narrow(1, width, width), y, y, None, y_weight, eps)
+        return out
+
+    def _add_norm(
+        self, out: Tensor, total: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float
+    ) -> None:
         self._tape.add(
             ops.AddNormOp,
             x,
@@ -141,7 +154,6 @@ class CpuElementwise:
             width=x.shape[-1],
             eps=eps,
         )
-        return out, total
 
     def mean_squares(self, parts: tuple[Tensor, ...]) -> Tensor:
         out = self._tape.empty(len(parts[0]), len(parts), dtype=torch.float32)
