@@ -17,17 +17,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.heads import make_eagle3, make_mtp
 from workers.engine import choice, sampler
 from workers.engine.penalties import PenaltyCounts
 from workers.kernels import attention_launch, elementwise_launch, experts_launch, products_launch
 from workers.kernels.attention_launch import plan_triton_attention
-from workers.kernels.backend import Backend
+from workers.kernels.backend import TORCH, Backend
 from workers.kernels.elementwise_launch import TritonElementwise
 from workers.kernels.experts_launch import TritonExperts
 from workers.kernels.fp8 import FP8
 from workers.kernels.products_launch import TritonProducts
 from workers.kv.slot import new_tokens
 from workers.models import Decoder, ForwardBatch, GroupBatch, KVPool, load_decoder, read_config
+from workers.models.head_loader import load_head
+from workers.models.heads import DraftHead, eagle3_config, mtp_config
 from workers.scheduling import Draft, SamplingParams, Turn, Work
 
 CUDA = torch.device("cuda", 0)
@@ -105,6 +108,10 @@ def on_gpu(real: Decoder, ops: TritonElementwise) -> Decoder:
     decoder._kernels = Backend(plan_triton_attention, ops, TritonExperts(), TritonProducts())
     decoder.weights, decoder._tables = fake(real.weights), fake(real._tables)
     decoder._embedding_scale = fake(real._embedding_scale)
+    if isinstance(decoder, DraftHead):
+        vars(decoder).update(
+            {name: fake(value) for name, value in vars(real).items() if isinstance(value, torch.Tensor)}
+        )
     return decoder
 
 
@@ -125,6 +132,8 @@ def forward(decoder: Decoder, kv: KVPool, query_lens: list[int], context_lens: l
         for group, heads in zip(decoder.config.kv_groups, decoder.config.head_shapes, strict=True)
     ]
     batch = ForwardBatch(ints(num_tokens), ints(num_tokens), ints(num_tokens), groups, ints(len(query_lens)))
+    if isinstance(decoder, DraftHead):
+        batch.states = ints(num_tokens, decoder.config.hidden_size, dtype=torch.bfloat16)
     return decoder.forward(batch, kv)
 
 
@@ -157,6 +166,31 @@ def test_a_forward_pass_waits_for_nothing(family: str, tmp_path: Path, launches:
             assert counts["extend_kernel"] + counts.get("sum_kernel", 0) >= num_layers
             assert ("decode_kernel" in counts) == (name != "prefill" and _keeps_all(real))
             assert counts.get("decode_kernel", 0) == counts.get("sum_kernel", 0)
+
+
+@pytest.mark.parametrize("kind", ["MTP", "EAGLE3"])
+def test_a_head_waits_for_nothing(kind: str, tmp_path: Path, launches: list[str]) -> None:
+    folders, given = (tmp_path / "head", tmp_path / "target"), {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    if kind == "MTP":
+        make_mtp(folders[1])
+    else:
+        make_eagle3(folders[0], "llama", folders[1])
+    target = read_config(folders[1])
+    config = mtp_config(target) if kind == "MTP" else eagle3_config(folders[0], target)
+    real = load_head(folders[0], config, folders[1], target, context_len=1024, kernels=TORCH, **given)
+    with FakeTensorMode():
+        head = on_gpu(real, TritonElementwise())
+        assert isinstance(head, DraftHead)
+        kv = KVPool(real.config, [100], 16, torch.bfloat16, CUDA)
+        for query_lens, context_lens in BATCHES.values():
+            with Products() as products:
+                logits = forward(head, kv, query_lens, context_lens)
+                taps = [torch.empty(5, config.target_size, dtype=torch.bfloat16, device=CUDA) for _ in config.taps]
+                states = head.states_of(taps)
+            assert len(products.found) == (kind == "EAGLE3"), "the fusion of a step's states, whose bits are a guess's"
+            assert logits.shape == (len(query_lens), config.num_choices)
+            assert states.shape == (5, real.config.hidden_size)
+    assert "product_kernel" in launches
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "deepseek-v3"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
 from tests.workers.engine import SMALL, Engine
+from tests.workers.test_draft_heads import Watched, make, prompt
 from workers.engine.rank import pick_device
 from workers.kernels import attention_launch, backend, experts_launch, products_launch
 from workers.kernels.attention_launch import Blocks
@@ -90,3 +93,20 @@ def test_a_retracted_turn_replays_to_the_same_tokens(tmp_path: Path) -> None:
     full.run()
     assert full.scheduler.num_retracted > 0 and free.scheduler.num_retracted == 0
     assert [free.output(f"t{i}") for i in range(3)] == [full.output(f"t{i}") for i in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["MTP", "EAGLE3"])
+def test_a_head_drafts_the_same_by_the_kernels_of_a_gpu(kind: str, tmp_path: Path) -> None:
+    head, config = make(kind, tmp_path)
+    short = replace(GREEDY, max_tokens=5)
+    output = Engine(SMALL, model=config["model"]).generate("t", prompt(1, 12), short)
+    changes: dict[str, Any] = {
+        "attention_backend": "triton",
+        "chunked_prefill_size": 8,
+        "speculative_num_draft_tokens": 2,
+    }
+    engine = Engine(SMALL, **config, **changes)
+    watched = Watched(engine, head, {"t": output})
+    engine.submit("t", "t", prompt(1, 12), short)
+    engine.run()
+    assert engine.output("t") == output and watched.num_drafts > 1

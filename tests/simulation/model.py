@@ -172,6 +172,7 @@ class SimulatedRank:
         self.stream = Stream()
         self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
         self._num_broadcasts = 0
+        self._has_head = config.speculative_algorithm == "EAGLE3"
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         for group, row, column, page in table_updates:
@@ -197,10 +198,15 @@ class SimulatedRank:
             at += count
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[dict[str, array[int]], int]:
-        """In place of a draft model, whose KV would be where it is written here: in pages that the turn holds."""
+        """In place of a draft model, whose KV would be where it is written here: in pages that the turn holds.
+
+        A head needs what the model computed one position before.
+        """
         for job in jobs:
             for position in range(job.start, job.end + max(0, job.num_draft - 1)):
                 self._place(0, job.row, position)
+            if self._has_head and job.end > 1:
+                assert self._entry(0, job.row, job.end - 2)[0] == job.turn.tokens[job.end - 2], "not computed yet"
         return {job.turn.turn_id: guess(job.turn, job.num_draft) for job in jobs if job.num_draft}, 1
 
     def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> Future[StepResult]:

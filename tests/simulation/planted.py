@@ -25,10 +25,12 @@ from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
 from workers.scheduling import Draft, Turn, Work
+from workers.scheduling.model_speculation import HeadSpeculation
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
 _accepted, _end_of = Draft.accepted, Leader._end_of
+_missing = HeadSpeculation._missing
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
@@ -106,6 +108,11 @@ def _end_a_token_late(self: Leader, turn: Turn) -> Any:
     return end
 
 
+def _before_its_state(self: HeadSpeculation, work: Work, drafting: Any) -> tuple[int, int]:
+    start, end = _missing(self, work, drafting)
+    return start, end + 1
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
     "a stale epoch is accepted": lambda: mock.patch.object(SqliteStore, "_fenced", _accept_any_epoch),
@@ -129,6 +136,9 @@ PLANTED: dict[str, Callable[[], Any]] = {
         SessionCache, "fork", _fork_without_references
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
+    "a head computes a token before its state is there": lambda: mock.patch.object(
+        HeadSpeculation, "_missing", _before_its_state
+    ),
     "a draft is accepted one token too far": lambda: mock.patch.object(Draft, "accepted", _accepted_and_one),
     "a draft is committed before it is verified": lambda: mock.patch.object(
         Work, "num_known", property(lambda self: self.count)

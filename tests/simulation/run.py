@@ -21,6 +21,7 @@ from tests.simulation.model import GROUPS, SimulatedRank
 from workers.kv import SessionCache
 
 SETTLE_S = 30.0
+ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE3")
 gc.freeze()  # what is there now stays: only what seeds leave behind is looked through after each
 
 
@@ -87,7 +88,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
-    algorithm = ("NONE", "NGRAM", "STANDALONE")[result.seed // (2 * len(GROUPS)) % 3]
+    algorithm = ALGORITHMS[result.seed // (2 * len(GROUPS)) % len(ALGORITHMS)]
     cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm)
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
