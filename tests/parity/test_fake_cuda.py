@@ -185,9 +185,9 @@ def test_a_head_waits_for_nothing(kind: str, tmp_path: Path, launches: list[str]
         for query_lens, context_lens in BATCHES.values():
             with Products() as products:
                 logits = forward(head, kv, query_lens, context_lens)
-                taps = [torch.empty(5, config.target_size, dtype=torch.bfloat16, device=CUDA) for _ in config.taps]
-                states = head.states_of(taps)
-            assert len(products.found) == (kind == "EAGLE3"), "the fusion of a step's states, whose bits are a guess's"
+                shape = (5, len(config.taps), config.target_size)
+                states = head.states_of(torch.empty(shape, dtype=torch.bfloat16, device=CUDA))
+            assert len(products.found) == (kind == "EAGLE3"), "the fusion of states, whose bits are a guess's"
             assert logits.shape == (len(query_lens), config.num_choices)
             assert states.shape == (5, real.config.hidden_size)
     assert "product_kernel" in launches

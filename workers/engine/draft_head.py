@@ -86,14 +86,15 @@ class HeadModel(DraftModel):
         super().__init__(head, backend, kv, table)
         self.taps, self._head = taps, head
         self._kept = KeptStates(num_kept)
-        self._states = torch.zeros(num_kept + 1, head.config.hidden_size, dtype=head.dtype, device=head.device)
+        shape = (num_kept + 1, len(taps), head.target_size)
+        self._states = torch.zeros(shape, dtype=head.dtype, device=head.device)
 
     @torch.inference_mode()
     def keep(self, work: Sequence[Work], hidden: Hidden) -> None:
         """See ``Drafter``."""
         row = self._kept.add([(w.turn.turn_id, w.start, w.start + w.count) for w in work])
-        states = self._head.states_of(hidden.taps)
-        self._states[row : row + len(states)] = states
+        for i, tap in enumerate(hidden.taps):
+            self._states[row : row + len(tap), i] = tap
 
     def _known(self, batch: Batch, jobs: Sequence[DraftJob]) -> Tensor | None:
         if not jobs:
@@ -102,7 +103,8 @@ class HeadModel(DraftModel):
         for job in jobs:
             rows += self._kept.rows(job.turn.turn_id, self._start(job) - 1, job.end - 1)
         at = upload_parts([rows], self._head.device)[0]
-        return self._whole(self._model.forward(batch, self._states.index_select(0, at)))
+        states = self._head.states_of(self._states.index_select(0, at))
+        return self._whole(self._model.forward(batch, states))
 
     def _drafted(self, batch: Batch, went_on: array[int]) -> Tensor | None:
         if not went_on:

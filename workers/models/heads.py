@@ -6,7 +6,6 @@ at that position. Where the model has not been yet, the head's own last state st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,14 @@ class DraftHead(Decoder):
 
     token_ids: Tensor | None = None
     """int64 ``[choices]``: the tokens that its logits are of; None: all."""
+    target_size: int
+    """Elements of one of the model's states."""
 
-    def states_of(self, taps: Sequence[Tensor]) -> Tensor:
-        """What it continues from, ``[tokens, hidden]``, by the model's tapped states."""
+    def states_of(self, taps: Tensor) -> Tensor:
+        """What it continues from, ``[tokens, hidden]``, by the model's tapped states ``[tokens, taps, target_size]``.
+
+        Zeros of zeros.
+        """
         raise NotImplementedError
 
     def next_states(self, hidden: Hidden) -> Tensor:
@@ -108,9 +112,10 @@ class MTPHead(DraftHead):
     def __init__(self, *args: Any, token_norm: Tensor, state_norm: Tensor, projection: Weight, **more: Any) -> None:
         super().__init__(*args, **more)
         self._token_norm, self._state_norm, self._projection = token_norm, state_norm, projection
+        self.target_size = self.config.hidden_size
 
-    def states_of(self, taps: Sequence[Tensor]) -> Tensor:
-        return taps[0]
+    def states_of(self, taps: Tensor) -> Tensor:
+        return taps.select(1, 0)
 
     def next_states(self, hidden: Hidden) -> Tensor:
         return hidden.normed
@@ -129,9 +134,10 @@ class Eagle3Head(DraftHead):
     def __init__(self, *args: Any, state_norm: Tensor, fusion: Tensor, token_ids: Tensor | None, **more: Any) -> None:
         super().__init__(*args, **more)
         self._state_norm, self._fusion, self.token_ids = state_norm, fusion, token_ids
+        self.target_size = fusion.shape[1] // NUM_TAPS
 
-    def states_of(self, taps: Sequence[Tensor]) -> Tensor:
-        return torch.nn.functional.linear(torch.cat(list(taps), dim=-1), self._fusion)
+    def states_of(self, taps: Tensor) -> Tensor:
+        return torch.nn.functional.linear(taps.flatten(1), self._fusion)
 
     def next_states(self, hidden: Hidden) -> Tensor:
         return hidden.last

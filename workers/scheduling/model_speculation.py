@@ -34,6 +34,8 @@ draft model computes of the same tokens is the same."""
 
 MAX_HEAD_LAG = 32
 """Tokens of a turn that a draft head may be behind the model."""
+PROBE_TURNS = 16
+"""One of so many turns finds out whether a head pays, where it did not pay for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class _Drafting:
     trials: float = PRIOR_WEIGHT
     pays: bool = True
     """Whether a draft paid when that was last looked at. If not, the draft model does not follow."""
+    is_given_up: bool = False
+    """A head stopped following, and cannot begin again: the states that it did not use are gone."""
+    finds_out: bool = False
+    """Or never stops."""
 
 
 class ModelSpeculation:
@@ -160,7 +166,9 @@ class ModelSpeculation:
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
         drafting = self._turns.pop(turn, None)
-        if drafting is not None and drafting.computed_len is not None and not turn.ephemeral:
+        if drafting is None or drafting.is_given_up or turn.ephemeral:
+            return
+        if drafting.computed_len is not None:
             self._computed[turn.session_id] = drafting.computed_len
             if len(self._computed) > MAX_SESSIONS:
                 self._computed.popitem(last=False)
@@ -169,8 +177,12 @@ class ModelSpeculation:
         """The session is released."""
         self._computed.pop(session_id, None)
 
+    def _least(self, num_rows: int) -> float:
+        """The chance from which on a token pays."""
+        return MARGIN * self.costs.break_even(num_rows, self._run_s)
+
     def _num_paying(self, drafting: _Drafting, num_rows: int) -> int:
-        least = MARGIN * self.costs.break_even(num_rows, self._run_s)
+        least = self._least(num_rows)
         rate = drafting.hits / drafting.trials
         chance, count = rate, 0
         while chance >= least and count < self.max_draft:
@@ -183,20 +195,29 @@ class HeadSpeculation(ModelSpeculation):
     """Of a draft head. A token of its is computed from the model's state one position before.
 
     So it computes what the model has computed, a step later: tokens up to the first that the model computes now. Only
-    so many states are kept: where it does not pay, it still follows in pieces of ``MAX_HEAD_LAG`` tokens.
+    so many states are kept: where it does not pay for a turn, it still follows in pieces of ``MAX_HEAD_LAG`` tokens.
+    Where it pays for none, it gives up all turns but a few.
     """
 
     def __init__(self, max_draft: int, max_lag: int) -> None:
         super().__init__(max_draft, max_lag)
         self._tail = 0  # what came with a prefix is as good as what can be computed without its states
+        self._num_turns = 0
 
-    def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+    def begin(self, turn: Turn) -> None:
+        """See ``ModelSpeculation``."""
+        super().begin(turn)
+        self._turns[turn].finds_out = self._num_turns % PROBE_TURNS == 0
+        self._num_turns += 1
+
+    def candidates(self) -> list[Turn]:
         """See ``ModelSpeculation``. Before a turn's second token there is no state."""
-        return super().propose(turn, limit, num_rows) if len(turn.tokens) > 1 else None
+        return [turn for turn in super().candidates() if len(turn.tokens) > 1 and not self._turns[turn].is_given_up]
 
     def pays(self, num_rows: int) -> bool:
         """See ``ModelSpeculation``. Or a turn has a piece of tokens for which states are kept."""
-        lags = (len(turn.tokens) - (each.computed_len or 0) for turn, each in self._turns.items() if turn.in_flight)
+        followed = ((turn, each) for turn, each in self._turns.items() if turn.in_flight and not each.is_given_up)
+        lags = (len(turn.tokens) - (each.computed_len or 0) for turn, each in followed)
         return any(lag >= MAX_HEAD_LAG for lag in lags) or super().pays(num_rows)
 
     def _missing(self, work: Work, drafting: _Drafting) -> tuple[int, int]:
@@ -205,7 +226,9 @@ class HeadSpeculation(ModelSpeculation):
         return drafting.computed_len, work.start + 1
 
     def _follows(self, drafting: _Drafting, lag: int) -> bool:
-        return drafting.pays or lag >= MAX_HEAD_LAG
+        if not drafting.pays and not drafting.finds_out and self._hits < self._least(1) * self._trials:
+            drafting.is_given_up = True
+        return not drafting.is_given_up and (drafting.pays or lag >= MAX_HEAD_LAG)
 
     def _keep_drafted(self, drafting: _Drafting, draft: Draft, num_accepted: int) -> None:
         """None of its drafts' KV: what it computes from the model's states replaces that."""
