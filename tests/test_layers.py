@@ -18,6 +18,7 @@ LAYERS = {
     "workers/kernels": {"workers/kernels"},
     "workers/kv": {"workers/kv"},
     "workers/scheduling": {"workers/scheduling", "workers/kv"},
+    "workers/store": {"workers/store"},
     "workers/grammar": {"workers/grammar", "workers/scheduling"},
     "workers/engine": {
         "workers/engine",

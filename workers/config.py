@@ -52,6 +52,10 @@ class EngineConfig:
     """The smaller model's or the head's checkpoint, with the same vocabulary."""
     speculative_num_draft_tokens: int = 16
     """Of a turn in a step, at most. Fewer where more would not pay."""
+    kv_store: Path | None = None
+    """The folder of the node's KV store, where filled pages are copied to. None: they are not."""
+    kv_store_write_mb_per_s: float = 1000.0
+    """What the copying of pages may take of the memory's bandwidth."""
     num_threads: int = 1
     rank_lease_s: float = 2.0
     """A leader and a follower that hear nothing from each other for this long end."""

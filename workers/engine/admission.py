@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from workers.engine.drafts import TurnDrafts
@@ -15,9 +18,27 @@ from workers.grammar.stop_patterns import StopPatterns
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Finish, Scheduler, Turn
 
+MIN_LOAD_TOKENS = 128
+"""A turn that lacks fewer tokens of KV is computed at once: that takes about as long as to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A turn's tokens, whose KV may be in the node's store."""
+
+    session_id: str
+    epoch: int
+    tenant: str
+    tokens: array[int]
+    known_len: int
+    """Of how many the session has the KV here."""
+
 
 class Admission:
     """Queues turns with a scheduler. For the leader's thread."""
+
+    load: Callable[[Wanted], Future[None]] | None = None
+    """Loads KV into a session, as much as there is. Its futures end within a deadline, and without an error."""
 
     def __init__(self, rank: Rank, scheduler: Scheduler, outputs: Outputs, drafts: TurnDrafts) -> None:
         self._cache = rank.cache
@@ -25,6 +46,20 @@ class Admission:
         self._scheduler = scheduler
         self._outputs = outputs
         self._vocab_size = rank.model_config.vocab_size
+
+    def loading(self, submission: Submission) -> Future[None] | None:
+        """What a turn should wait for; None: nothing."""
+        if self.load is None or submission.ephemeral:
+            return None
+        found = self._whole_input(submission)
+        if found is None or self._scheduler.turn_of(submission.session_id) is not None:
+            return None
+        tokens, keep_len = found
+        slot = self._cache.slots.get(submission.session_id)
+        known_len = min(keep_len, slot.committed_len) if slot is not None else 0
+        if len(tokens) - known_len < MIN_LOAD_TOKENS or len(tokens) >= self._scheduler.max_len:
+            return None
+        return self.load(Wanted(submission.session_id, submission.epoch, submission.tenant, tokens, known_len))
 
     def admit(
         self, submission: Submission, compiled: Matcher | StopPatterns | None

@@ -75,6 +75,7 @@ class Follower:
     def step(self, entry: rank_pb2.Entry) -> None:
         """One iteration: apply -> ack -> compute."""
         self._send_ack(self.reader.apply(entry))
+        self.rank.tell_pages()
         cache = self.rank.cache
         copies = list(cache.pending_copies)
         self.rank.update(copies, cache.take_table_updates())

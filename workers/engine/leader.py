@@ -25,7 +25,7 @@ from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
 from workers.engine.drafts import TurnDrafts
 from workers.engine.epochs import SessionEpochs
-from workers.engine.grammar_gate import GrammarGate
+from workers.engine.gate import Gate
 from workers.engine.messages import Submission, TurnUpdate
 from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
@@ -85,8 +85,8 @@ class Leader:
         self._emit = emit
         self._on_crash = on_crash
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
-        self._admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
-        self._gate = GrammarGate(config.grammar_timeout_s, lambda command: self._commands.put(command))
+        self.admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
+        self._gate = Gate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
         self._in_flight: InFlight | None = None
@@ -125,6 +125,7 @@ class Leader:
         self._in_flight = self._choose(step, began) if step.work else None
         if not self.rank.overlaps:
             self.collect()
+        self.rank.tell_pages()
         self._emit_updates()
 
     def _choose(self, step: Step, began: float) -> InFlight:
@@ -305,15 +306,6 @@ class Leader:
 
         return self.when_applied(fork)
 
-    def sessions(self) -> Future[list[str]]:
-        """The sessions that have a slot here."""
-
-        def sessions() -> list[str]:
-            slots = self.cache.slots.values()
-            return [s.session_id for s in slots if not s.ephemeral and not self.migrations.owns(s)]
-
-        return self.call(sessions)
-
     def audit(self) -> Future[worker_pb2.AuditResponse]:
         """Recount every page on every rank, at one index of the step log. Exact on a busy worker."""
         done: Future[worker_pb2.AuditResponse] = Future()
@@ -350,6 +342,13 @@ class Leader:
             self._gate.wait(submission, compiled, self._submit_compiled)
 
     def _submit_compiled(self, submission: Submission, compiled: Future[Any] | None) -> None:
+        loading = self.admission.loading(submission)
+        if loading is None:
+            self._submit_loaded(submission, compiled)
+        else:
+            self._gate.wait(submission, loading, lambda s, _: self._submit_loaded(s, compiled), limited=False)
+
+    def _submit_loaded(self, submission: Submission, compiled: Future[Any] | None) -> None:
         try:
             update = self._admit(submission, compiled.result() if compiled is not None else None)
         except HoldfastError as error:
@@ -364,7 +363,7 @@ class Leader:
             self.epochs.check(submission.session_id, submission.epoch)
         self._end_superseded(submission)
         self.migrations.abort_import(submission.session_id)
-        turn, finish = self._admission.admit(submission, compiled)
+        turn, finish = self.admission.admit(submission, compiled)
         if turn is None or finish is not None:
             return TurnUpdate(submission.turn_id, finish=finish, needs_history=turn is None)
         if not submission.ephemeral:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
-from holdfast.errors import MigrationRefused, SessionBusy, SessionNotFound, StaleEpoch
+from holdfast.errors import MigrationRefused, OutOfPages, SessionBusy, SessionNotFound, StaleEpoch
 from holdfast.v1 import rank_pb2
 from workers.engine.epochs import SessionEpochs
 from workers.engine.rank import Rank
-from workers.kv import FREED, Outcome, SessionCache, Slot, new_tokens
+from workers.kv import FREED, Outcome, SessionCache, new_tokens
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Scheduler
 
@@ -83,9 +83,14 @@ class KVMigrations:
         self._imports: dict[str, PendingImport] = {}
         self._released: OrderedDict[str, int] = OrderedDict()
 
-    def owns(self, slot: Slot) -> bool:
-        """Whether this slot is an export, or an import that is not complete."""
-        return slot.session_id in self._exports or slot.session_id in self._imports
+    def sessions(self) -> Future[list[str]]:
+        """The sessions that have a slot here, without exports and imports that are not complete."""
+
+        def sessions() -> list[str]:
+            slots, ours = self._leader.cache.slots.values(), self._exports.keys() | self._imports.keys()
+            return [s.session_id for s in slots if not s.ephemeral and s.session_id not in ours]
+
+        return self._leader.call(sessions)
 
     # ---- source -------------------------------------------------------------------------------------
 
@@ -149,7 +154,17 @@ class KVMigrations:
         """
         return self._leader.when_applied(partial(self._begin_import, session_id, epoch, transfer_id, exported))
 
-    def _begin_import(self, session_id: str, epoch: int, transfer_id: str, exported: ExportedKV) -> PendingImport:
+    def begin_load(self, session_id: str, epoch: int, transfer_id: str, stored: ExportedKV) -> Future[PendingImport]:
+        """``begin_import`` of KV that a turn waits for: other sessions that are idle give way.
+
+        It raises OutOfPages too.
+        """
+        begin = partial(self._begin_import, session_id, epoch, transfer_id, stored, for_a_turn=True)
+        return self._leader.when_applied(begin)
+
+    def _begin_import(
+        self, session_id: str, epoch: int, transfer_id: str, exported: ExportedKV, *, for_a_turn: bool = False
+    ) -> PendingImport:
         leader, cache, size = self._leader, self._leader.cache, self._leader.cache.page_size
         committed_len = exported.committed_len
         leader.epochs.check(session_id, epoch)
@@ -167,13 +182,17 @@ class KVMigrations:
         pending = PendingImport(transfer_id, epoch, exported.tokens, cached_len, committed_len, columns, is_new)
         self._imports[session_id] = pending
         for group, part in zip(cache.groups, columns, strict=True):
-            if len(part) > group.pool.num_free + group.pool.num_cached:
+            if not for_a_turn and len(part) > group.pool.num_free + group.pool.num_cached:
                 self.abort_import(session_id)
                 raise MigrationRefused(
                     f"{len(part)} pages of the {group.name} group are needed, {group.pool.num_free} are free"
                 )
         if missing_len:
-            cache.extend_imported(session_id, missing_len, exported.turn_starts, exported.columns)
+            try:
+                cache.extend_imported(session_id, missing_len, exported.turn_starts, exported.columns)
+            except OutOfPages:
+                self.abort_import(session_id)
+                raise
         return pending
 
     def complete_import(self, session_id: str, transfer_id: str) -> Future[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from workers.kernels.backend import Backend, load_backend
 from workers.kernels.fp8 import FP8
 from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
+from workers.kv.page_events import FilledPage, PageEvents
 from workers.models import Decoder, KVPool, ModelConfig, load_decoder, read_config
 from workers.models.fields import DTYPES
 from workers.models.head_loader import load_head
@@ -37,6 +39,12 @@ from workers.models.parallel import Shard
 from workers.models.tensors import fingerprint
 from workers.scheduling import Work
 from workers.scheduling.model_speculation import MAX_HEAD_LAG, DraftJob
+
+
+class NotePages(Protocol):
+    """See ``Rank.watch_pages``."""
+
+    def __call__(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None: ...
 
 
 class Rank:
@@ -95,6 +103,7 @@ class Rank:
         in_thread = self.overlaps and self.device.type == "cpu" and self.shard.rank == 0
         self.stream = ThreadStream() if in_thread else Stream()
         self._logits: Tensor | None = None
+        self._note_pages: NotePages | None = None
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
@@ -152,6 +161,24 @@ class Rank:
             MAX_HEAD_LAG + config.speculative_num_draft_tokens + 1
         )
         return HeadModel(head, draft.taps, backend, kv, self.tables[host], num_kept)
+
+    def watch_pages(self, note: NotePages | None) -> PageEvents:
+        """Have ``note`` called with the pages that are filled and computed, and with what is released and flushed.
+
+        In the thread that computes. None: no more.
+        """
+        events = PageEvents()
+        self.cache.index.events, self._note_pages = (events, note) if note is not None else (None, None)
+        return events
+
+    def tell_pages(self) -> None:
+        """Tell who watches pages what has happened to them. What fills them was launched before."""
+        events, note = self.cache.index.events, self._note_pages
+        if events is None or note is None:
+            return
+        filled, released, flushed = events.take()
+        if filled or released or flushed:
+            self.stream.run(partial(note, filled, released, flushed=flushed))
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         """Queue a step's copies of pages and its changes of page tables."""

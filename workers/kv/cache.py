@@ -326,6 +326,8 @@ class SessionCache(SlotStore):
 
     def flush(self) -> None:
         """Drop all idle slots and cached pages; running turns keep theirs."""
+        if self.index.events is not None:
+            self.index.events.flush()
         while self._evict_oldest_idle():
             pass
         for group in self.groups:

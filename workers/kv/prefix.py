@@ -17,12 +17,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from workers.kv.page_events import FilledPage, PageEvents
 from workers.kv.page_table import FREED, GroupTables, PageTable
+
+DIGEST_BYTES = 16
 
 
 def chain_digest(parent: bytes, tokens: bytes) -> bytes:
-    """64-bit digest of a page: ``blake2b(parent digest + token bytes)``. The same in every process."""
-    return hashlib.blake2b(parent + tokens, digest_size=8).digest()
+    """128-bit digest of a page: ``blake2b(parent digest + token bytes)``. The same in every process.
+
+    By itself, without the comparison of tokens, it names copies of pages outside of a rank (law L16).
+    """
+    return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+
+
+def root_digest(tenant: str) -> bytes:
+    """What a tenant's chains begin with."""
+    return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def page_digests(tenant: str, tokens: array[int], page_size: int) -> list[bytes]:
+    """The digest of each full page of ``tokens``."""
+    digest, digests = root_digest(tenant), []
+    for end in range(page_size, len(tokens) + 1, page_size):
+        digest = chain_digest(digest, tokens[end - page_size : end].tobytes())
+        digests.append(digest)
+    return digests
 
 
 def common_prefix_len(a: array[int], b: array[int]) -> int:
@@ -58,6 +78,8 @@ class PrefixIndex:
         self._roots: dict[str, PrefixEntry] = {}
         self._by_digest: dict[bytes, list[PrefixEntry]] = {}
         self._by_page: list[dict[int, PrefixEntry]] = [{} for _ in groups]
+        self.events: PageEvents | None = None
+        """What a copier of pages outside must know, if there is one."""
         # For each owner, the topmost entries of its subtrees.
         self._tops: dict[str, dict[PrefixEntry, None]] = {}
 
@@ -73,8 +95,7 @@ class PrefixIndex:
         """The root of a tenant's entries."""
         entry = self._roots.get(tenant)
         if entry is None:
-            salt = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
-            entry = self._roots[tenant] = PrefixEntry(None, salt, b"", [])
+            entry = self._roots[tenant] = PrefixEntry(None, root_digest(tenant), b"", [])
         return entry
 
     def find(self, parent: PrefixEntry, tokens: array[int]) -> PrefixEntry | None:
@@ -142,6 +163,8 @@ class PrefixIndex:
                 entry.pages[group] = page
                 self._by_page[group][page] = entry
                 self._groups[group].pool.mark_indexed(page)
+                if self.events is not None:
+                    self.events.add(FilledPage(group, page, digest, owner))
         return entry
 
     def remove(self, entry: PrefixEntry) -> None:
@@ -168,6 +191,8 @@ class PrefixIndex:
 
     def remove_owned(self, owner: str) -> None:
         """Drop every entry of ``owner`` that no other session has used, in all branches."""
+        if self.events is not None:
+            self.events.release(owner)
         owned = list(self._tops.get(owner, {}))
         for entry in owned:
             owned.extend(child for child in entry.children if child.owner == owner)
@@ -197,6 +222,8 @@ class PrefixIndex:
     def _drop_page(self, entry: PrefixEntry, group: int, page: int) -> None:
         entry.pages[group] = FREED
         del self._by_page[group][page]
+        if self.events is not None:
+            self.events.dropped(group, page)
         self._groups[group].pool.unmark_indexed(page)
 
     def _remove_empty(self, entry: PrefixEntry | None) -> None:

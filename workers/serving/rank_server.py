@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from holdfast.errors import RankDiverged, StaleEpoch
+from holdfast.errors import MigrationRefused, RankDiverged, StaleEpoch
 from holdfast.silence import silent_for
 from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS, abort_with, sends_errors
@@ -17,6 +17,7 @@ from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.follower import Follower
 from workers.serving.kv_transfer import KVServer, fetch_pages
+from workers.serving.page_copies import PageCopies
 
 log = logging.getLogger("holdfast.rank")
 
@@ -44,6 +45,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[rank_pb2.RankMessage] = asyncio.Queue()
         self._followed = False
+        self._copies: PageCopies | None = None
         self._stopping = False
         self._num_heard = 0
 
@@ -52,6 +54,8 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         self.follower = await asyncio.to_thread(
             Follower, self._config, self._group, self.incarnation, self._send_ack, self._refuse
         )
+        if self._config.kv_store is not None:
+            self._copies = PageCopies(self.follower, self._config)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rank_pb2_grpc.add_RankServiceServicer_to_server(self, server)
         kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self.follower), server)
@@ -68,6 +72,8 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
     async def stop(self) -> None:
         self._stopping = True
         await self._server.stop(grace=0.2)
+        if self._copies is not None:
+            await self._copies.stop()
         await asyncio.to_thread(self.follower.stop)
 
     async def Follow(
@@ -95,7 +101,11 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
 
     @sends_errors
     async def Fetch(self, request: rank_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> rank_pb2.FetchResponse:
-        return rank_pb2.FetchResponse(bytes=await fetch_pages(self.follower, request))
+        if not request.keys:
+            return rank_pb2.FetchResponse(bytes=await fetch_pages(self.follower, request))
+        if self._copies is None:
+            raise MigrationRefused("this rank has no KV store")
+        return rank_pb2.FetchResponse(bytes=await self._copies.load(request))
 
     async def _read(self, requests: AsyncIterator[rank_pb2.LeaderMessage]) -> None:
         async for message in requests:

@@ -25,8 +25,10 @@ from workers.scheduling import Finish
 from workers.serving.kv_transfer import Importer, KVServer, export_session
 from workers.serving.messages import submission_of, update_message
 from workers.serving.metrics_server import MetricsServer
+from workers.serving.page_copies import PageCopies
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
+from workers.serving.turn_loads import TurnLoads
 
 log = logging.getLogger("holdfast.worker")
 BEAT_INTERVAL_S = 0.25
@@ -69,6 +71,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._stream_of: dict[str, asyncio.Queue[worker_pb2.WorkerMessage]] = {}
         self._draining = False
         self._beat_interval_s = BEAT_INTERVAL_S
+        self._copies: PageCopies | None = None
+        self._loads: TurnLoads | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str, followers: Callable[[], dict[int, str]] = dict) -> str:
@@ -78,6 +82,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         """
         self._leader = await asyncio.to_thread(self._load)
         self._importer = Importer(self._leader, self._links)
+        if self._config.kv_store is not None:
+            self._copies = PageCopies(self._leader, self._config)
+            self._loads = TurnLoads(self._leader, self._links, self._copies)
         addresses = await asyncio.to_thread(followers)
         timeout_s = self._config.collective_timeout_s
         await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
@@ -116,6 +123,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         if self._server is not None:
             # Side by side: each waits a while for its threads.
             await asyncio.gather(self._server.stop(grace=0.2), asyncio.to_thread(self._metrics.stop))
+        if self._copies is not None and self._loads is not None:
+            await self._loads.stop()
+            await self._copies.stop()
         await asyncio.to_thread(self._leader.stop)
         await self._links.stop()
 
@@ -233,7 +243,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def Slots(
         self, request: worker_pb2.SlotsRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SlotsResponse:
-        session_ids = await result_of(self._leader.sessions())
+        session_ids = await result_of(self._leader.migrations.sessions())
         return worker_pb2.SlotsResponse(session_ids=session_ids)
 
     @sends_errors
@@ -309,6 +319,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         # Read while the engine runs: each figure is exact, but they may be of different steps.
         scheduler = self._leader.scheduler
         counters = Counter(self._leader.counters)
+        if self._copies is not None and self._loads is not None:
+            counters += self._copies.counters + self._loads.counters
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,
             incarnation=self.incarnation,

@@ -236,18 +236,20 @@ class PagesFreed(_message.Message):
     def __init__(self, by_group: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("session_id", "transfer_id", "address", "columns", "timeout_s")
+    __slots__ = ("session_id", "transfer_id", "address", "columns", "timeout_s", "keys")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     transfer_id: str
     address: str
     columns: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_s: float
-    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., columns: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., columns: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("bytes",)

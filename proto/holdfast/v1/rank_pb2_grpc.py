@@ -62,8 +62,8 @@ class RankServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Reads a session's pages from this rank's counterpart in another worker into the pages that the step
-        log allocated for the session.
+        """Reads a session's pages, from this rank's counterpart in another worker or from its node's KV store, into
+        the pages that the step log allocated for the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""Turns that wait for their grammars or stop patterns to be compiled, before the scheduler knows them."""
+"""Turns that wait before the scheduler knows them: for grammars and stop patterns, for KV that is loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError, InvalidRequest
@@ -22,23 +23,35 @@ class _Waiting:
     deadline: float
 
 
-class GrammarGate:
-    """Keeps submissions until their grammars are compiled, at most ``timeout_s``. For the step loop's thread."""
+class Gate:
+    """Keeps submissions until what they wait for is done. For the step loop's thread."""
 
-    def __init__(self, timeout_s: float, put: Callable[[Callable[[], None]], None]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, grammar_timeout_s: float, put: Callable[[Callable[[], None]], None]) -> None:
+        self._timeout_s = grammar_timeout_s
         self._put = put
         self._waiting: dict[str, _Waiting] = {}
 
-    def wait(self, submission: Submission, compiled: Future[T], then: Callable[[Submission, Future[T]], None]) -> None:
-        """Call ``then`` in the step loop when ``compiled`` is done, unless the turn was removed by then."""
-        self._waiting[submission.turn_id] = _Waiting(submission, time.monotonic() + self._timeout_s)
+    def wait(
+        self,
+        submission: Submission,
+        ready: Future[T],
+        then: Callable[[Submission, Future[T]], None],
+        *,
+        limited: bool = True,
+    ) -> None:
+        """Call ``then`` in the step loop when ``ready`` is done, unless the turn was removed by then.
+
+        ``limited``: as a grammar, for ``grammar_timeout_s``.
+        """
+        deadline = time.monotonic() + self._timeout_s if limited else inf
+        waiting = self._waiting[submission.turn_id] = _Waiting(submission, deadline)
 
         def done() -> None:
-            if self._waiting.pop(submission.turn_id, None) is not None:
-                then(submission, compiled)
+            if self._waiting.get(submission.turn_id) is waiting:
+                del self._waiting[submission.turn_id]
+                then(submission, ready)
 
-        compiled.add_done_callback(lambda _: self._put(done))
+        ready.add_done_callback(lambda _: self._put(done))
 
     def end(self, which: Callable[[Submission], bool], reason: Finish | HoldfastError) -> dict[str, TurnUpdate]:
         """End the waiting turns for which ``which`` holds. Returns their last updates by turn id."""

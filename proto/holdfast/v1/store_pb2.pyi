@@ -1,0 +1,172 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StoreRequest(_message.Message):
+    __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    open: OpenArena
+    reserve: ReserveCopies
+    complete: CompleteCopies
+    pin: PinCopies
+    unpin: UnpinCopies
+    release: ReleaseCopies
+    stats: StoreStatsRequest
+    def __init__(self, open: _Optional[_Union[OpenArena, _Mapping]] = ..., reserve: _Optional[_Union[ReserveCopies, _Mapping]] = ..., complete: _Optional[_Union[CompleteCopies, _Mapping]] = ..., pin: _Optional[_Union[PinCopies, _Mapping]] = ..., unpin: _Optional[_Union[UnpinCopies, _Mapping]] = ..., release: _Optional[_Union[ReleaseCopies, _Mapping]] = ..., stats: _Optional[_Union[StoreStatsRequest, _Mapping]] = ...) -> None: ...
+
+class StoreResponse(_message.Message):
+    __slots__ = ("arena", "reserved", "completed", "pinned", "unpinned", "released", "stats")
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    arena: Arena
+    reserved: Reserved
+    completed: Completed
+    pinned: Pinned
+    unpinned: Unpinned
+    released: Released
+    stats: StoreStats
+    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpinned: _Optional[_Union[Unpinned, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ...) -> None: ...
+
+class OpenArena(_message.Message):
+    __slots__ = ("space",)
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    def __init__(self, space: _Optional[str] = ...) -> None: ...
+
+class Arena(_message.Message):
+    __slots__ = ("path", "size")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size: int
+    def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class ReserveCopies(_message.Message):
+    __slots__ = ("group", "keys", "page_bytes", "session_id")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    keys: bytes
+    page_bytes: int
+    session_id: str
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ..., page_bytes: _Optional[int] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("offsets",)
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CompleteCopies(_message.Message):
+    __slots__ = ("group", "keys", "crcs", "written")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    CRCS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    keys: bytes
+    crcs: _containers.RepeatedScalarFieldContainer[int]
+    written: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ..., crcs: _Optional[_Iterable[int]] = ..., written: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class Completed(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
+class PinCopies(_message.Message):
+    __slots__ = ("groups", "session_id")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[KeysOfGroup]
+    session_id: str
+    def __init__(self, groups: _Optional[_Iterable[_Union[KeysOfGroup, _Mapping]]] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class KeysOfGroup(_message.Message):
+    __slots__ = ("group", "keys")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    keys: bytes
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("pin", "groups")
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    pin: int
+    groups: _containers.RepeatedCompositeFieldContainer[PlacesOfGroup]
+    def __init__(self, pin: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlacesOfGroup, _Mapping]]] = ...) -> None: ...
+
+class PlacesOfGroup(_message.Message):
+    __slots__ = ("offsets", "crcs")
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    CRCS_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    crcs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., crcs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class UnpinCopies(_message.Message):
+    __slots__ = ("pin", "damaged")
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    pin: int
+    damaged: _containers.RepeatedCompositeFieldContainer[KeysOfGroup]
+    def __init__(self, pin: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[KeysOfGroup, _Mapping]]] = ...) -> None: ...
+
+class Unpinned(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseCopies(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
+class StoreStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StoreStats(_message.Message):
+    __slots__ = ("bytes_total", "bytes_used", "copies", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    bytes_total: int
+    bytes_used: int
+    copies: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...

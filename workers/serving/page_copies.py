@@ -1,0 +1,205 @@
+"""One rank's traffic with its node's KV store: filled pages go there in the background, wanted ones come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from holdfast.errors import MigrationRefused
+from holdfast.tokens import unpack_tokens
+from holdfast.v1 import rank_pb2, store_pb2
+from workers.config import EngineConfig
+from workers.engine.migration import write_pages
+from workers.kv.page_events import FilledPage
+from workers.kv.prefix import DIGEST_BYTES
+from workers.serving.kv_transfer import CHUNK_BYTES, RankThread
+from workers.serving.results import result_of
+from workers.store.client import StoreClient, StoreUnavailable
+
+log = logging.getLogger("holdfast.store")
+MAX_WAITING = 8192
+"""Pages that wait to be copied. When more fill, those that waited longest are not copied: a copy is never owed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    filled: FilledPage
+    num_drops: int
+
+
+class PageCopies:
+    """Copies of one rank's pages. Lives in the rank's event loop; pages are copied in a thread of its own."""
+
+    def __init__(self, owner: RankThread, config: EngineConfig) -> None:
+        assert config.kv_store is not None
+        self._owner, rank = owner, owner.rank
+        shard, events = rank.shard, rank.watch_pages(self._note)
+        self._events, self._loop = events, asyncio.get_running_loop()
+        self.client = StoreClient(config.kv_store, f"{rank.layout}, rank {shard.rank} of {shard.size}")
+        self._bytes_per_s = config.kv_store_write_mb_per_s * 1e6
+        self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
+        self._released: deque[str] = deque()
+        self._num_copying = 0
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
+        self.counters: Counter[str] = Counter()
+        self._task = self._loop.create_task(self._write())
+
+    async def stop(self) -> None:
+        self._owner.rank.watch_pages(None)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.client.stop()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages to be copied, and those that are being copied."""
+        return len(self._waiting) + self._num_copying
+
+    # ---- to the store --------------------------------------------------------------------------------
+
+    def _note(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None:
+        """In the thread that computes: these pages are computed, and of these sessions no copy may stay."""
+        self._loop.call_soon_threadsafe(self._enqueue, filled, [*released, *([""] if flushed else ())])
+
+    def _enqueue(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str]) -> None:
+        self._released.extend(released)
+        self.counters["kv_copies_skipped"] += max(0, len(self._waiting) + len(filled) - MAX_WAITING)
+        self._waiting.extend(_Waiting(*each) for each in filled)
+        self._changed.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                while self._released or self._waiting:
+                    if self._released:
+                        release = store_pb2.ReleaseCopies(session_id=self._released[0])
+                        await self.client.ask(release=release)
+                        self._released.popleft()
+                    else:
+                        num_bytes = await self._write_some(self._take_some())
+                        # A share of the time: what computes wants the memory's bandwidth too.
+                        await asyncio.sleep(num_bytes / self._bytes_per_s)
+                        self._num_copying = 0
+            except StoreUnavailable:
+                # A store that comes back is empty: there is nothing to release in it, and no copy is owed.
+                self.counters["kv_copies_skipped"] += len(self._waiting)
+                self._waiting.clear()
+                self._released.clear()
+                self._num_copying = 0
+
+    def _take_some(self) -> list[_Waiting]:
+        """The next pages, of one group and session."""
+        first, some = self._waiting[0].filled, list[_Waiting]()
+        per_chunk = max(1, CHUNK_BYTES // self._owner.rank.kv.page_bytes[first.group])
+        while self._waiting and len(some) < per_chunk:
+            filled = self._waiting[0].filled
+            if (filled.group, filled.owner) != (first.group, first.owner):
+                break
+            some.append(self._waiting.popleft())
+        self._num_copying = len(some)
+        return some
+
+    async def _write_some(self, some: list[_Waiting]) -> int:
+        """Copy pages of one group and session. Returns the bytes."""
+        first = some[0].filled
+        size = self._owner.rank.kv.page_bytes[first.group]
+        some = list({waiting.filled.digest: waiting for waiting in some}.values())
+        keys = b"".join(waiting.filled.digest for waiting in some)
+        reserve = store_pb2.ReserveCopies(group=first.group, keys=keys, page_bytes=size, session_id=first.owner)
+        offsets = (await self.client.ask(reserve=reserve)).offsets
+        wanted = [(waiting, offset) for waiting, offset in zip(some, offsets, strict=True) if offset >= 0]
+        if not wanted:
+            return 0
+        arena = self.client.arena
+        if arena is None:
+            raise StoreUnavailable("the node's KV store is gone")
+        crcs = await self._loop.run_in_executor(self._thread, self._copy, arena, wanted)
+        complete = store_pb2.CompleteCopies(
+            group=first.group,
+            keys=b"".join(waiting.filled.digest for waiting, _ in wanted),
+            crcs=[crc or 0 for crc in crcs],
+            written=[crc is not None for crc in crcs],
+        )
+        await self.client.ask(complete=complete)
+        num_written = sum(crc is not None for crc in crcs)
+        self.counters["kv_pages_copied"] += num_written
+        return num_written * size
+
+    @torch.inference_mode()
+    def _copy(self, arena: memoryview, wanted: Sequence[tuple[_Waiting, int]]) -> list[int | None]:
+        """Write pages to their places in the arena. Returns their checksums; None: its KV is gone meanwhile."""
+        group = wanted[0][0].filled.group
+        pages = self._owner.rank.kv.read_pages(group, [waiting.filled.page for waiting, _ in wanted])
+        crcs: list[int | None] = []
+        for (waiting, offset), page in zip(wanted, pages, strict=True):
+            arena[offset : offset + len(page)] = page
+            # Asked after the page was read: whoever may write it has had it dropped before.
+            unchanged = self._events.is_unchanged(waiting.filled, waiting.num_drops)
+            crcs.append(zlib.crc32(page) if unchanged else None)
+        return crcs
+
+    # ---- from the store ------------------------------------------------------------------------------
+
+    async def load(self, request: rank_pb2.FetchRequest) -> int:
+        """Read a session's pages into those that the log allocated for it. Returns the bytes.
+
+        Raises MigrationRefused if a copy is not there or is damaged, or a turn or a release came first.
+        """
+        parts = [store_pb2.KeysOfGroup(group=group, keys=keys) for group, keys in enumerate(request.keys)]
+        pin = store_pb2.PinCopies(groups=parts, session_id=request.session_id)
+        pinned = await self.client.ask(pin=pin)
+        arena, damaged = self.client.arena, list[store_pb2.KeysOfGroup]()
+        num_bytes = 0
+        try:
+            if arena is None or any(offset < 0 for places in pinned.groups for offset in places.offsets):
+                raise MigrationRefused("not all copies are in this node's KV store")
+            for part, places, columns in zip(parts, pinned.groups, request.columns, strict=True):
+                found = list(zip(unpack_tokens(columns), places.offsets, places.crcs, strict=True))
+                num_bytes += await self._load_group(request, part, arena, found, damaged)
+        finally:
+            unpin = store_pb2.UnpinCopies(pin=pinned.pin, damaged=damaged)
+            await self.client.ask(unpin=unpin)
+        return num_bytes
+
+    async def _load_group(
+        self,
+        request: rank_pb2.FetchRequest,
+        part: store_pb2.KeysOfGroup,
+        arena: memoryview,
+        found: Sequence[tuple[int, int, int]],
+        damaged: list[store_pb2.KeysOfGroup],
+    ) -> int:
+        """``found``: columns, and the places and checksums of their copies."""
+        rank = self._owner.rank
+        size = rank.kv.page_bytes[part.group]
+        per_chunk = max(1, CHUNK_BYTES // size)
+        for first in range(0, len(found), per_chunk):
+            chunk = found[first : first + per_chunk]
+            offsets = [offset for _, offset, _ in chunk]
+            pages = await self._loop.run_in_executor(self._thread, _read, arena, offsets, size)
+            for i, (page, (_, _, crc)) in enumerate(zip(pages, chunk, strict=True), first):
+                if zlib.crc32(page) != crc:
+                    key = part.keys[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
+                    damaged.append(store_pb2.KeysOfGroup(group=part.group, keys=key))
+                    self.counters["kv_copies_damaged"] += 1
+            if damaged:
+                raise MigrationRefused("a copy in the KV store does not match its checksum")
+            columns = [column for column, _, _ in chunk]
+            await result_of(self._owner.call(partial(write_pages, rank, request, part.group, columns, pages)))
+        return len(found) * size
+
+
+def _read(arena: memoryview, offsets: Sequence[int], size: int) -> list[bytes]:
+    return [bytes(arena[offset : offset + size]) for offset in offsets]

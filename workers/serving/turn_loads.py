@@ -1,0 +1,129 @@
+"""Loads of KV that turns wait for: the leader's part. Each rank reads its own shard (``page_copies``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from array import array
+from collections import Counter
+from concurrent.futures import Future
+
+from holdfast.errors import HoldfastError, MigrationRefused
+from holdfast.tokens import pack_tokens
+from holdfast.v1 import rank_pb2, store_pb2
+from workers.engine.admission import MIN_LOAD_TOKENS, Wanted
+from workers.engine.leader import Leader
+from workers.engine.migration import ExportedKV, PendingImport
+from workers.kv.loadable import first_loaded, loadable_len
+from workers.kv.prefix import page_digests
+from workers.serving.page_copies import PageCopies
+from workers.serving.rank_links import RankLinks
+from workers.serving.results import result_of
+
+log = logging.getLogger("holdfast.store")
+TIMEOUT_S = 10.0
+"""A turn that waits longer is computed."""
+WEIGHT_OF_LAST = 0.5
+REMEASURE_EVERY = 16
+"""One in this many loads that look slower than computing is made anyway."""
+
+
+class TurnLoads:
+    """Loads into one worker's sessions. In the worker's event loop."""
+
+    def __init__(self, leader: Leader, links: RankLinks, copies: PageCopies) -> None:
+        self._leader, self._links, self._copies = leader, links, copies
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._bytes_per_s: float | None = None
+        self._num_refused = 0
+        self.counters: Counter[str] = Counter()
+        leader.admission.load = self.load
+
+    def load(self, wanted: Wanted) -> Future[None]:
+        """See ``Admission.load``. Called in the leader's thread."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            task = self._loop.create_task(self._load(wanted, done))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(begin)
+        return done
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _load(self, wanted: Wanted, done: Future[None]) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._find_and_load(wanted)
+        except (HoldfastError, TimeoutError) as error:
+            self.counters["kv_loads_failed"] += 1
+            log.info("KV of session %s is computed, not loaded: %s", wanted.session_id, error or "it took too long")
+        except Exception:
+            log.exception("KV of session %s is computed, not loaded", wanted.session_id)
+        finally:
+            done.set_result(None)
+
+    async def _find_and_load(self, wanted: Wanted) -> None:
+        cache, client = self._leader.cache, self._copies.client
+        size, groups = cache.page_size, cache.groups
+        first = wanted.known_len // size
+        # The last token is always computed: its logits start the output.
+        digests = (await asyncio.to_thread(page_digests, wanted.tenant, wanted.tokens[:-1], size))[first:]
+        keys = [store_pb2.KeysOfGroup(group=group.index, keys=b"".join(digests)) for group in groups]
+        pin = store_pb2.PinCopies(groups=keys, session_id=wanted.session_id)
+        pinned = await client.ask(pin=pin)
+        try:
+            present = [[offset >= 0 for offset in places.offsets] for places in pinned.groups]
+            reached = loadable_len(groups, present, first, size)
+            if reached - wanted.known_len >= MIN_LOAD_TOKENS:
+                columns = [list(range(max(first, first_loaded(g, reached, size)), reached // size)) for g in groups]
+                stored = ExportedKV(wanted.tenant, wanted.tokens[:reached], reached, (), columns)
+                await self._load_into(wanted, stored, digests, first)
+        finally:
+            await client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+
+    async def _load_into(self, wanted: Wanted, stored: ExportedKV, digests: list[bytes], first: int) -> None:
+        migrations, session_id = self._leader.migrations, wanted.session_id
+        transfer_id, began = f"load/{uuid.uuid4().hex}", time.monotonic()
+        begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
+        try:
+            pending = await result_of(begun)
+            self._refuse_slow(pending)
+            request = rank_pb2.FetchRequest(
+                session_id=session_id,
+                transfer_id=transfer_id,
+                columns=[pack_tokens(array("i", part)) for part in pending.columns],
+                keys=[b"".join(digests[column - first] for column in part) for part in pending.columns],
+                timeout_s=TIMEOUT_S,
+            )
+            followers = [self._links.fetch(rank, request) for rank in range(1, self._leader.rank.shard.size)]
+            num_bytes = sum(await asyncio.gather(self._copies.load(request), *followers))
+            reached = await result_of(migrations.complete_import(session_id, transfer_id))
+        except BaseException:
+            migrations.cancel_import(session_id, transfer_id)
+            raise
+        speed = num_bytes / max(1e-6, time.monotonic() - began)
+        self._bytes_per_s = WEIGHT_OF_LAST * speed + (1 - WEIGHT_OF_LAST) * (self._bytes_per_s or speed)
+        self.counters["kv_loads"] += 1
+        self.counters["kv_tokens_loaded"] += reached - pending.cached_len
+
+    def _refuse_slow(self, pending: PendingImport) -> None:
+        """As an import is refused (``kv_transfer.Importer``)."""
+        speed, bandwidth, rank = self._leader.pace.prefill_tokens_per_s, self._bytes_per_s, self._leader.rank
+        if not speed or not bandwidth:
+            return
+        sizes = zip(pending.columns, rank.kv.page_bytes, strict=True)
+        num_bytes = sum(len(part) * page_bytes for part, page_bytes in sizes) * rank.shard.size
+        compute_s = (pending.committed_len - pending.cached_len) / speed
+        if num_bytes / bandwidth > compute_s:
+            self._num_refused += 1
+            if self._num_refused % REMEASURE_EVERY:
+                raise MigrationRefused(f"computing takes {compute_s:.3f} s, a load {num_bytes / bandwidth:.3f} s")

@@ -1,0 +1,100 @@
+"""A rank's end of its node's store: the stream of requests, and the arena's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from holdfast.errors import NoWorkerAvailable
+from holdfast.v1 import store_pb2, store_pb2_grpc
+from holdfast.wire import CHANNEL_OPTIONS
+from workers.store.server import socket_of
+
+log = logging.getLogger("holdfast.store")
+RETRY_S = 0.5
+TIMEOUT_S = 5.0
+"""Of one request: the store answers from memory, and one that is silent is as good as dead."""
+
+
+class StoreUnavailable(NoWorkerAvailable):
+    """The node's store does not answer: nothing can be copied now."""
+
+
+class StoreClient:
+    """Connects again and again. Its calls raise StoreUnavailable while there is no store. For one event loop."""
+
+    def __init__(self, folder: Path, space: str) -> None:
+        self._folder, self._space = folder, space
+        self.arena: memoryview | None = None
+        """The store's memory, while there is one. Views of a former store's stay valid."""
+        self.generation = 0
+        """Counts arenas."""
+        self._call: Any = None
+        self._lock = asyncio.Lock()
+        self._lost = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._stay_connected())
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def ask(self, **request: Any) -> Any:
+        """Send a request (a field of ``StoreRequest``), and return the answer's field. Raises StoreUnavailable."""
+        async with self._lock:
+            call = self._call
+            if call is None:
+                raise StoreUnavailable("the node's KV store is not there")
+            return await self._exchange(call, store_pb2.StoreRequest(**request))
+
+    async def _exchange(self, call: Any, request: store_pb2.StoreRequest) -> Any:
+        answer: Any = grpc.aio.EOF
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await call.write(request)
+                answer = await call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            self._lose(call)
+            raise StoreUnavailable(f"the node's KV store does not answer: {error!r}") from None
+        except asyncio.CancelledError:
+            self._lose(call)  # its answer would be taken for the next one's
+            raise
+        if answer is grpc.aio.EOF:
+            self._lose(call)
+            raise StoreUnavailable("the node's KV store closed the stream")
+        return getattr(answer, answer.WhichOneof("response"))
+
+    def _lose(self, call: Any) -> None:
+        call.cancel()
+        if call is self._call:
+            self._call, self.arena = None, None
+            self._lost.set()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            channel = grpc.aio.insecure_channel(socket_of(self._folder), options=CHANNEL_OPTIONS)
+            try:
+                call = store_pb2_grpc.KVStoreServiceStub(channel).Use()
+                arena = await self._exchange(call, store_pb2.StoreRequest(open=store_pb2.OpenArena(space=self._space)))
+                self._map(arena)
+                self._lost.clear()
+                self._call = call
+                await self._lost.wait()
+                log.warning("the node's KV store is gone; nothing is copied until it is back")
+            except (StoreUnavailable, OSError):
+                pass
+            finally:
+                self._call, self.arena = None, None
+                with contextlib.suppress(Exception):
+                    await channel.close()
+            await asyncio.sleep(RETRY_S)
+
+    def _map(self, arena: store_pb2.Arena) -> None:
+        with Path(arena.path).open("r+b") as file:
+            self.arena = memoryview(mmap.mmap(file.fileno(), arena.size))
+        self.generation += 1
