@@ -74,6 +74,9 @@ class Config(BaseModel):
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
     context_length: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's")
     max_total_tokens: int | None = Field(None, ge=2, description="KV capacity of a worker in tokens")
+    hicache_size: float = Field(
+        0.0, ge=0, description="GB of memory on each node for copies of KV, which outlive workers; 0: none"
+    )
     swa_full_tokens_ratio: float | None = Field(
         None, gt=0, le=1, description="sliding windows' KV capacity over that of full attention; default: computed"
     )

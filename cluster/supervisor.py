@@ -62,6 +62,16 @@ class RouterComponent(Component, Protocol):
         """Have the router migrate idle sessions to workers with few. Returns how many it migrated."""
 
 
+class StoreComponents(Protocol):
+    """The nodes' KV stores. Whether they live decides how fast sessions come back, and nothing else."""
+
+    async def start(self) -> None:
+        """Start all. Raises HoldfastError."""
+
+    async def keep(self) -> None:
+        """Look at all once, and start others for those that died."""
+
+
 class Supervisor:
     """Keeps every component running, and announces the living workers to every router.
 
@@ -76,8 +86,9 @@ class Supervisor:
         *,
         start_timeout_s: float,
         rebalance_per_s: float,
+        stores: StoreComponents | None = None,
     ) -> None:
-        self._workers, self._routers = workers, routers
+        self._workers, self._routers, self._stores = workers, routers, stores
         self._start_timeout_s, self._rebalance_per_s = start_timeout_s, rebalance_per_s
         self._changed = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
@@ -92,6 +103,8 @@ class Supervisor:
         Raises HoldfastError, or TimeoutError after ``start_timeout_s``.
         """
         async with asyncio.timeout(self._start_timeout_s):
+            if self._stores is not None:
+                await self._stores.start()
             # All at once: loading takes longest, and the components share the cores anyway.
             await asyncio.gather(
                 *(worker.start() for worker in self._workers), *(router.start([]) for router in self._routers)
@@ -105,6 +118,8 @@ class Supervisor:
             *((worker.name, lambda worker=worker: self._watch_worker(worker)) for worker in self._workers),
             *((router.name, lambda router=router: self._watch_router(router)) for router in self._routers),
         ]
+        if self._stores is not None:
+            loops.append(("a KV store", self._stores.keep))
         if self._rebalance_per_s:
             loops.append(("rebalancing", self._rebalance))
         self._keepers = [asyncio.create_task(self._repeat(name, loop)) for name, loop in loops]

@@ -15,6 +15,7 @@ from cluster.guard import run_guarded
 from cluster.ray_backend.nodes import use_token
 from holdfast.errors import HoldfastError
 from router.journal.sqlite_file import check_writable
+from workers.store.folders import remove_stale
 
 
 def _flags(command: Any) -> Any:
@@ -49,7 +50,9 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     config.engine()
     if config.journal_url is None:
         check_writable(config.journal_path)
-    sys.exit(run_guarded(lambda: _run(config), config.drain_timeout_s))
+    code = run_guarded(lambda: _run(config), config.drain_timeout_s)
+    remove_stale()
+    sys.exit(code)
 
 
 def _run(config: Config) -> None:

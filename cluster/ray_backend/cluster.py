@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from dataclasses import replace
 
 import ray
 
 from cluster.config import Config
 from cluster.ray_backend.connect import LOOPBACK
+from cluster.ray_backend.node_stores import NodeStores
 from cluster.ray_backend.router_process import RouterProcess
 from cluster.ray_backend.worker_group import WorkerGroup
 from cluster.supervisor import Supervisor
 from holdfast.errors import NoWorkerAvailable
 from router.fleet.link import WorkerAddress
+from workers.store.folders import cluster_folder, remove_stale
 
 STOP_TIMEOUT_S = 2.0
+GB = 1e9
 
 
 class Cluster:
@@ -22,7 +27,12 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        engine = config.engine()
+        engine, num_bytes = config.engine(), int(config.hicache_size * GB)
+        self._stores: NodeStores | None = None
+        if num_bytes:
+            remove_stale()
+            folder = cluster_folder(uuid.uuid4().hex[:12])
+            engine, self._stores = replace(engine, kv_store=folder), NodeStores(folder, num_bytes)
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
@@ -38,6 +48,7 @@ class Cluster:
             self.routers,
             start_timeout_s=config.start_timeout_s,
             rebalance_per_s=config.rebalance_per_s,
+            stores=self._stores,
         )
 
     @property
@@ -75,3 +86,5 @@ class Cluster:
         timeout_s = self.config.drain_timeout_s + STOP_TIMEOUT_S
         await asyncio.gather(*(router.stop(timeout_s) for router in self.routers))
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))
+        if self._stores is not None:
+            await self._stores.stop()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,8 +12,8 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, store_pb2
-from tests.harness import ENGINE, Harness, running
-from tests.parity.matrix import CONFIG, KINDS, checkpoint
+from tests.harness import Harness, running
+from tests.parity.matrix import CONFIG, checkpoint
 from tests.waiting import until
 from workers.store.server import KVStore
 

@@ -1,4 +1,4 @@
-"""The Ray actor around one rank of a worker."""
+"""The Ray actors around one rank of a worker, and around a node's KV store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import gc
 import logging
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import ray
 
 from workers.config import EngineConfig
+from workers.store.folders import node_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -64,14 +66,17 @@ class RankActor:
 
         ``store``: the group's, if there is one.
         """
+        node = ray.get_runtime_context().get_node_id()
+        if self._config.kv_store is not None:
+            self._config = replace(self._config, kv_store=node_folder(self._config.kv_store, node))
         # Imported here, because only a rank's process may import torch.
         from workers.models.parallel import Shard
         from workers.serving.group import RankIdentity, join_store, start_rank
 
         if store is not None and self._store is None:
             self._store = join_store(*store, self._size, self._config.collective_timeout_s)
-        node = f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:8]}"
-        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, node)
+        place = f"{ray.util.get_node_ip_address()}/{node[:8]}"
+        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, place)
         self._server, address = await start_rank(identity, self._config, self._store, self._die)
         # What was loaded stays: looking for garbage among torch's 400,000 objects took 100 ms, in the middle of a step.
         gc.collect()
@@ -96,3 +101,24 @@ class RankActor:
         # The other ranks end too, and the supervisor starts the next incarnation.
         log.critical("rank %d of worker %s ends: %s", self._rank, self._identity[0], reason)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ray.remote
+class KVStoreActor:
+    """One node's KV store. Serves until it is stopped or killed."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        from workers.store.server import KVStore
+
+        self._store = KVStore(folder, num_bytes)
+
+    async def process(self) -> tuple[int, float]:
+        """The process's pid and start time: pids are reused."""
+        return os.getpid(), psutil.Process().create_time()
+
+    async def start(self) -> None:
+        """Take the memory, and serve. Raises ConfigError."""
+        await self._store.start()
+
+    async def stop(self) -> None:
+        await self._store.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.v1 import store_pb2, store_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from workers.store.copies import SLAB_BYTES, Copy, CopyIndex
+from workers.store.folders import ARENA
 
 log = logging.getLogger("holdfast.store")
 KEY_BYTES = 16
@@ -51,7 +53,7 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
         # Ranks that still map a former arena must not see this one there.
-        self._arena = self._folder / f"arena-{os.getpid()}"
+        self._arena = self._folder / f"{ARENA}{os.getpid()}"
         try:
             with self._arena.open("wb") as file:
                 # Taken now: a rank that wrote to memory that is not there would be killed.
@@ -71,6 +73,8 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
         if self._server is not None:
             await self._server.stop(grace=None)
         shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._folder.parent.rmdir()  # if this was the cluster's last store here
 
     async def Use(
         self, requests: AsyncIterator[store_pb2.StoreRequest], context: grpc.aio.ServicerContext

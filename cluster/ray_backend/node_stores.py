@@ -1,0 +1,89 @@
+"""The nodes' KV stores: an actor on each, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.ray_backend.processes import END_TIMEOUT_S, end_process, ray_errors
+from workers.serving.actor import KVStoreActor
+from workers.store.folders import node_folder
+
+log = logging.getLogger("holdfast.cluster")
+CHECK_S = 0.5
+SILENCE_S = 3.0
+"""A store that does not answer for this long is replaced: its ranks have given it up before."""
+
+
+class NodeStores:
+    """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder, self._num_bytes = folder, num_bytes
+        self._actors: dict[str, Any] = {}
+        self._processes: dict[str, tuple[int, float]] = {}
+
+    async def start(self) -> None:
+        """Start a store on every node. Raises HoldfastError."""
+        await asyncio.gather(*(self._start(node) for node in _nodes()))
+
+    async def keep(self) -> None:
+        """Look once at every node: start a store where there is none, and another where one died or hangs."""
+        await asyncio.sleep(CHECK_S)
+        nodes = _nodes()
+        for gone in self._actors.keys() - nodes:
+            del self._actors[gone]
+            self._processes.pop(gone, None)
+        await asyncio.gather(*(self._keep(node) for node in nodes))
+
+    async def stop(self) -> None:
+        """End all stores, and remove what they hold."""
+        actors, self._actors = self._actors, {}
+        stops = [asyncio.wait_for(actor.stop.remote(), SILENCE_S) for actor in actors.values()]
+        await asyncio.gather(*stops, return_exceptions=True)
+        for actor in actors.values():
+            ray.kill(actor)
+
+    async def _keep(self, node: str) -> None:
+        actor = self._actors.get(node)
+        if actor is not None:
+            try:
+                await asyncio.wait_for(actor.process.remote(), SILENCE_S)
+                return
+            except (RayError, TimeoutError) as error:
+                log.warning("the KV store of node %s is lost (%s); starting another", node[:8], type(error).__name__)
+            await self._end(node, actor)
+        await self._start(node)
+
+    async def _start(self, node: str) -> None:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor_class: Any = KVStoreActor
+        actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
+            node_folder(self._folder, node), self._num_bytes
+        )
+        with ray_errors(f"the KV store of node {node[:8]} did not start"):
+            self._processes[node] = await actor.process.remote()
+            self._actors[node] = actor
+            await actor.start.remote()
+
+    async def _end(self, node: str, actor: Any) -> None:
+        """End a store whatever state it is in."""
+        del self._actors[node]
+        ray.kill(actor)
+        process = self._processes.pop(node)
+        if node == ray.get_runtime_context().get_node_id():
+            await asyncio.to_thread(end_process, *process)
+            return
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
+        await asyncio.wait_for(task.remote(*process), END_TIMEOUT_S)
+
+
+def _nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

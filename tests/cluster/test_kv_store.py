@@ -1,0 +1,91 @@
+"""``holdfast serve --hicache-size``: sessions outlive their workers by copies of their KV, and stores may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.served import Served, serving
+from tests.waiting import until
+from workers.store.folders import MEMORY
+
+FOLDERS = f"holdfast-{os.getuid()}-*"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    before = set(MEMORY.glob(FOLDERS))
+    with serving(tmp_path_factory.mktemp("stores"), "--hicache-size", "0.25") as cluster:
+        yield cluster
+    assert set(MEMORY.glob(FOLDERS)) <= before, "no arena is left"
+
+
+def turn(served: Served, session: str, text: str) -> str:
+    """A turn's answer."""
+    body = {"prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Session-ID": session}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60).json()
+    return str(answer["choices"][0]["text"])
+
+
+def counters(served: Served) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for worker in served.workers():
+        for name, count in worker["counters"].items():
+            total[name] = total.get(name, 0) + int(count)
+    return total
+
+
+def store_process(served: Served) -> psutil.Process:
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    (store,) = [process for process in children if process.name().startswith("ray::KVStore")]
+    return store
+
+
+LONG = " ".join(f"line {i} of a long text;" for i in range(120))
+
+
+async def test_a_killed_workers_session_is_loaded_not_computed(served: Served) -> None:
+    text = LONG + turn(served, "storm", LONG)
+    await until(lambda: counters(served).get("kv_pages_copied", 0) >= 60, 20, "copies")
+    killed: Any = served.worker_of("storm")
+    os.kill(int(killed["pid"]), signal.SIGKILL)
+    assert turn(served, "storm", text + " And then")
+    after = served.worker_of("storm")["counters"]
+    assert int(after["kv_tokens_loaded"]) > 1000 and int(after["computed_tokens"]) < 60
+    await served.whole()
+    assert all(report["ok"] for report in served.ask("audit"))
+
+
+async def test_a_killed_store_costs_copies_and_no_turn(served: Served) -> None:
+    store = store_process(served)
+    os.kill(store.pid, signal.SIGKILL)
+    assert turn(served, "after", LONG)
+    await until(lambda: store_process_is_new(served, store.pid), 30, "another store")
+    before = counters(served).get("kv_pages_copied", 0)
+
+    def copies_again() -> bool:
+        turn(served, "again", f"{time.monotonic()} " * 20)
+        return counters(served).get("kv_pages_copied", 0) > before
+
+    await until(copies_again, 30, "copies in the new store")
+
+
+def store_process_is_new(served: Served, pid: int) -> bool:
+    try:
+        return store_process(served).pid != pid
+    except ValueError:
+        return False
+
+
+def test_an_arena_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"hicache_size: .* bytes do not fit in"):
+        Served(tmp_path, "--hicache-size", "100000")
