@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,23 +16,37 @@ from holdfast.v1 import session_pb2_grpc, store_pb2
 from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
 from tests.waiting import until
+from workers.store import client
+from workers.store.copies import Copy
 from workers.store.server import KVStore
 
-MB = 1024 * 1024
+SLAB = 256 * 1024
+NUM_BYTES = 16 * SLAB
 SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=5, max_tokens=12, ignore_eos=True)
 Stub = session_pb2_grpc.SessionServiceStub
 
 
-class Node:
-    """A store, and what its folder is to be called."""
+class HangingStore(KVStore):
+    """A store that stops answering."""
 
-    def __init__(self, folder: Path, num_bytes: int = 64 * MB) -> None:
-        self.folder, self._num_bytes = folder, num_bytes
-        self.store = KVStore(folder, num_bytes, slab_bytes=MB)
+    hangs = False
+
+    async def Use(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        async for answer in super().Use(requests, context):
+            if self.hangs:
+                await asyncio.sleep(60)
+            yield answer
+
+
+class Node:
+    """A store, and another in its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.store = HangingStore(folder, NUM_BYTES, slab_bytes=SLAB)
 
     async def restart(self) -> None:
-        await self.store.stop()
-        self.store = KVStore(self.folder, self._num_bytes, slab_bytes=MB)
+        self.store = HangingStore(self._folder, NUM_BYTES, slab_bytes=SLAB)
         await self.store.start()
 
 
@@ -73,6 +88,11 @@ async def copied(cluster: Harness, worker: str) -> None:
         await until(lambda copies=copies: copies.counters["kv_pages_copied"] and not copies.num_waiting, 10, "copies")
 
 
+def copies_of(there: Node) -> list[Copy]:
+    """The complete copies in a store."""
+    return [copy for copy in there.store._copies._copies.values() if copy.crc is not None]
+
+
 async def stored(cluster: Harness, worker: str) -> store_pb2.StoreStats:
     copies = cluster.workers[worker]._copies
     assert copies is not None
@@ -102,3 +122,138 @@ async def test_a_lost_workers_session_comes_back_by_its_copies(kind: str, tp: in
         assert said == expected[1] and cached >= 300 + 12 - 8, "all but the last pages came from the store"
         assert counters(cluster, after)["kv_tokens_loaded"] == cached
         await cluster.assert_no_leak()
+
+
+@asynccontextmanager
+async def one_worker(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Node, Harness, Stub]]:
+    """A worker whose model has full attention and pages of 4 tokens, and its node's store."""
+    engine = replace(CONFIG, model=checkpoint("full"), kv_store=tmp_path / "store", **changes)
+    async with (
+        node(tmp_path / "store") as there,
+        running(tmp_path / "c", num_workers=1, engine=engine) as cluster,
+        cluster.channel() as channel,
+    ):
+        yield there, cluster, Stub(channel)
+        await cluster.assert_no_leak()
+
+
+async def expected(tmp_path: Path, *turns: list[int]) -> list[list[int]]:
+    """What a session says whose KV is never lost."""
+    plain = replace(CONFIG, model=checkpoint("full"))
+    async with running(tmp_path / "x", num_workers=1, engine=plain) as cluster, cluster.channel() as channel:
+        return [(await turn(Stub(channel), "s", tokens))[0] for tokens in turns]
+
+
+async def lose_device_kv(cluster: Harness) -> None:
+    """As if other sessions had evicted all of it."""
+    leader = cluster.workers["w0"]._leader
+
+    def lose() -> None:
+        leader.cache.flush()
+        assert leader.cache.index.events is not None
+        leader.cache.index.events._flushed = False
+
+    await asyncio.wrap_future(leader.call(lose))
+
+
+async def test_an_evicted_session_is_loaded(tmp_path: Path) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    async with one_worker(tmp_path, max_total_tokens=400) as (_, cluster, stub):
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await copied(cluster, "w0")
+        await turn(stub, "other", words(3, 350))
+        computed = counters(cluster, "w0")["computed_tokens"]
+        assert (await turn(stub, "s", second))[0] == says[1]
+        assert counters(cluster, "w0")["computed_tokens"] - computed < 30
+        assert counters(cluster, "w0")["kv_tokens_loaded"] >= 200
+
+
+async def test_a_flipped_bit_is_found_counted_and_computed(tmp_path: Path) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await copied(cluster, "w0")
+        damaged = copies_of(there)[20]
+        with there.store._arena.open("r+b") as arena:
+            arena.seek(damaged.offset + 5)
+            (byte,) = arena.read(1)
+            arena.seek(damaged.offset + 5)
+            arena.write(bytes([byte ^ 4]))
+        await lose_device_kv(cluster)
+        assert (await turn(stub, "s", second))[0] == says[1]
+        await copied(cluster, "w0")
+        seen = counters(cluster, "w0")
+        assert seen["kv_copies_damaged"] == seen["kv_loads_failed"] == there.store._copies.counters["damaged"] == 1
+        again = there.store._copies._copies[damaged.key]
+        assert again is not damaged and again.crc == damaged.crc, "it was computed, and copied again"
+
+
+async def test_a_release_and_a_flush_leave_no_copy(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        await turn(stub, "a", words(1, 300))
+        await turn(stub, "b", words(2, 300))
+        await stub.Release(pb.ReleaseRequest(session_id="a"))  # perhaps before its copies are made
+        await turn(stub, "b", [9, 8, 7])
+        await copied(cluster, "w0")
+        assert {copy.owner for copy in copies_of(there)} == {"b"}
+        await asyncio.wrap_future(cluster.workers["w0"]._leader.flush())
+        await until(lambda: not copies_of(there), 5, "copies to go")
+
+
+async def test_a_release_leaves_the_copies_that_another_session_uses(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        await turn(stub, "a", words(1, 200))
+        await copied(cluster, "w0")
+        alone = len(copies_of(there))
+        await lose_device_kv(cluster)
+        await turn(stub, "b", [*words(1, 200), 3, 4])
+        await copied(cluster, "w0")
+        assert counters(cluster, "w0")["kv_tokens_loaded"] == 200
+        await stub.Release(pb.ReleaseRequest(session_id="a"))
+        await until(lambda: len(copies_of(there)) < alone + 3, 5, "a's own copies to go")
+        left = copies_of(there)
+        assert len(left) >= 50 and all(copy.is_shared or copy.owner == "b" for copy in left)
+
+
+async def test_a_store_that_dies_costs_no_turn_and_the_next_one_is_used(tmp_path: Path) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        await there.store.stop()
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await there.restart()
+        copies = cluster.workers["w0"]._copies
+        assert copies is not None
+        await until(lambda: copies.client.arena is not None, 10, "the rank to find the new store")
+        await lose_device_kv(cluster)
+        assert (await turn(stub, "s", second))[0] == says[1], "the new store has nothing"
+        await copied(cluster, "w0")
+        await lose_device_kv(cluster)
+        await turn(stub, "s", [7])
+        assert counters(cluster, "w0")["kv_tokens_loaded"] >= 300
+
+
+async def test_a_store_that_hangs_delays_a_turn_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.3)
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await copied(cluster, "w0")
+        await lose_device_kv(cluster)
+        there.store.hangs = True
+        assert (await turn(stub, "s", second))[0] == says[1]
+        assert counters(cluster, "w0")["kv_loads_failed"] == 1
+
+
+async def test_a_full_arena_keeps_what_was_used_last(tmp_path: Path) -> None:
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        for i in range(20):
+            await turn(stub, f"s{i}", words(50 + i, 400))
+            await copied(cluster, "w0")
+        stats = await stored(cluster, "w0")
+        assert stats.counters["evicted"] > 0 and stats.bytes_used <= stats.bytes_total
+        owners = {copy.owner for copy in copies_of(there)}
+        assert "s0" not in owners and "s19" in owners

@@ -252,7 +252,11 @@ def read_pages(rank: Rank, transfer_id: str, group: int, columns: Sequence[int])
 
 
 def write_pages(
-    rank: Rank, request: rank_pb2.FetchRequest, group: int, columns: Sequence[int], pages: list[bytes]
+    rank: Rank,
+    request: rank_pb2.FetchRequest,
+    group: int,
+    columns: Sequence[int],
+    pages: Sequence[bytes | memoryview],
 ) -> None:
     """Write received pages into those that the log allocated for them. In the rank's thread.
 

@@ -70,10 +70,10 @@ class KVPool:
         together = torch.cat([part[index].flatten(1) for part in parts], dim=1).cpu()
         return [page.view(torch.uint8).numpy().tobytes() for page in together]
 
-    def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes]) -> None:
+    def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes | memoryview]) -> None:
         """Write the result of ``read_pages``, of this rank or of one with the same layout, to these pages."""
         parts = self._parts[group]
-        together = torch.frombuffer(bytearray(b"".join(data)), dtype=parts[0].dtype).view(len(pages), -1)
+        together = torch.frombuffer(bytearray().join(data), dtype=parts[0].dtype).view(len(pages), -1)
         index = torch.tensor(pages, device=parts[0].device)
         for part, values in zip(parts, together.split([part[0].numel() for part in parts], dim=1), strict=True):
             part[index] = values.to(part.device).view(len(pages), *part.shape[1:])

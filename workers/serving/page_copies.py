@@ -25,6 +25,8 @@ from workers.serving.results import result_of
 from workers.store.client import StoreClient, StoreUnavailable
 
 log = logging.getLogger("holdfast.store")
+LOAD_BYTES = 2 * 1024 * 1024
+"""Written between two steps: a millisecond or so."""
 MAX_WAITING = 8192
 """Pages that wait to be copied. When more fill, those that waited longest are not copied: a copy is never owed."""
 
@@ -184,22 +186,28 @@ class PageCopies:
         """``found``: columns, and the places and checksums of their copies."""
         rank = self._owner.rank
         size = rank.kv.page_bytes[part.group]
-        per_chunk = max(1, CHUNK_BYTES // size)
-        for first in range(0, len(found), per_chunk):
-            chunk = found[first : first + per_chunk]
-            offsets = [offset for _, offset, _ in chunk]
-            pages = await self._loop.run_in_executor(self._thread, _read, arena, offsets, size)
-            for i, (page, (_, _, crc)) in enumerate(zip(pages, chunk, strict=True), first):
-                if zlib.crc32(page) != crc:
-                    key = part.keys[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-                    damaged.append(store_pb2.KeysOfGroup(group=part.group, keys=key))
-                    self.counters["kv_copies_damaged"] += 1
-            if damaged:
-                raise MigrationRefused("a copy in the KV store does not match its checksum")
-            columns = [column for column, _, _ in chunk]
-            await result_of(self._owner.call(partial(write_pages, rank, request, part.group, columns, pages)))
+        per_chunk = max(1, LOAD_BYTES // size)
+        chunks = [found[first : first + per_chunk] for first in range(0, len(found), per_chunk)]
+        # A chunk is looked at while the one before it is written.
+        looks = [self._loop.run_in_executor(self._thread, _look, arena, chunk, size) for chunk in chunks]
+        try:
+            for i, (chunk, look) in enumerate(zip(chunks, looks, strict=True)):
+                pages, bad = await look
+                for j in bad:
+                    at = (i * per_chunk + j) * DIGEST_BYTES
+                    damaged.append(store_pb2.KeysOfGroup(group=part.group, keys=part.keys[at : at + DIGEST_BYTES]))
+                if bad:
+                    self.counters["kv_copies_damaged"] += len(bad)
+                    raise MigrationRefused("a copy in the KV store does not match its checksum")
+                columns = [column for column, _, _ in chunk]
+                await result_of(self._owner.call(partial(write_pages, rank, request, part.group, columns, pages)))
+        finally:
+            for look in looks:
+                look.cancel()
         return len(found) * size
 
 
-def _read(arena: memoryview, offsets: Sequence[int], size: int) -> list[bytes]:
-    return [bytes(arena[offset : offset + size]) for offset in offsets]
+def _look(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> tuple[list[memoryview], list[int]]:
+    """Copies in the arena, and which of them do not match their checksums."""
+    pages = [arena[offset : offset + size] for _, offset, _ in found]
+    return pages, [i for i, (page, (_, _, crc)) in enumerate(zip(pages, found, strict=True)) if zlib.crc32(page) != crc]

@@ -18,7 +18,7 @@ from workers.store.server import socket_of
 
 log = logging.getLogger("holdfast.store")
 RETRY_S = 0.5
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
 """Of one request: the store answers from memory, and one that is silent is as good as dead."""
 
 

@@ -1,0 +1,97 @@
+"""Failover pauses by the length of a session's history, with copies of its KV in the node's store and without."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+
+from benchmarks.common import long_context_model, save, serving
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+
+HISTORIES, KILL_AT, TOKENS_OUT = (1024, 8192, 32_768), 20, 60
+STORE_GB = 1.0
+
+
+class Sessions:
+    """A client that kills the worker under its turn."""
+
+    def __init__(self, stub: session_pb2_grpc.SessionServiceStub, http: httpx.AsyncClient) -> None:
+        self._stub, self._http = stub, http
+
+    async def workers(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = (await self._http.get("/holdfast/workers")).json()
+        return workers
+
+    async def turn(self, session_id: str, tokens: list[int], *, kill: bool = False) -> float:
+        """The longest wait for a token; of a turn whose worker is killed, after that."""
+        sampling = pb.Sampling(max_tokens=TOKENS_OUT, ignore_eos=True)
+        request = pb.GenerateRequest(session_id=session_id, tokens=pb.TokenIds(ids=tokens), sampling=sampling)
+        arrivals, killed_at = [time.perf_counter()], 0.0
+        async for answer in self._stub.Generate(request):
+            arrivals += [time.perf_counter()] * len(answer.tokens)
+            if kill and not killed_at and len(arrivals) > KILL_AT:
+                pin = (await self._stub.Get(pb.GetRequest(session_id=session_id))).worker_id
+                pid = next(int(w["pid"]) for w in await self.workers() if w["worker_id"] == pin)
+                os.kill(pid, signal.SIGKILL)
+                killed_at = time.perf_counter()
+        assert len(arrivals) == TOKENS_OUT + 1, "a token was lost or came twice"
+        later = [t for t in arrivals if t > killed_at]
+        return max(b - a for a, b in itertools.pairwise([killed_at, *later] if kill else arrivals))
+
+    async def whole(self) -> None:
+        while len(await self.workers()) < 2:
+            await asyncio.sleep(0.2)
+
+
+async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
+    """The median pause in ms by history."""
+    found: dict[str, float] = {}
+    async with (
+        serving(model=model, workers=2, max_total_tokens=70_000, hicache_size=store_gb) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+        grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
+    ):
+        sessions = Sessions(session_pb2_grpc.SessionServiceStub(channel), http)
+        for history in HISTORIES:
+            waits = []
+            for number in range(rounds):
+                name = f"s{history}-{number}"
+                await sessions.turn(name, [10 + (number * 7919 + history + i * 17) % 2000 for i in range(history)])
+                await asyncio.sleep(1.0)  # as long as a user takes at least
+                waits.append(await sessions.turn(name, [5, 6, 7], kill=True))
+                await sessions.whole()
+            found[str(history)] = round(1000 * statistics.median(waits), 1)
+    return found
+
+
+async def measure(rounds: int) -> dict[str, object]:
+    with long_context_model(40_960) as model:
+        on, off = await pauses(model, STORE_GB, rounds), await pauses(model, 0.0, rounds)
+    first, last = str(HISTORIES[0]), str(HISTORIES[-1])
+    return {
+        "what": f"the pause after kill -9 mid-stream, ms by tokens of history, median of {rounds}",
+        "with a KV store": on,
+        "without": off,
+        f"{last} over {first}": {"with": round(on[last] / on[first], 2), "without": round(off[last] / off[first], 2)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    save("kv_tiers", asyncio.run(measure(parser.parse_args().rounds)))
+
+
+if __name__ == "__main__":
+    main()
