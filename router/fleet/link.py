@@ -96,12 +96,14 @@ class WorkerLink:
 
     # ---- control plane: each call returns within ``timeout_s`` or raises a HoldfastError ----------
 
-    async def release(self, session_id: str, epoch: int, mode: int, timeout_s: float) -> int:
+    async def release(self, session_id: str, epoch: int, mode: int, timeout_s: float, *, moved: bool = False) -> int:
+        """Returns the pages freed. ``moved``: it is another worker's now, and copies of its KV stay."""
         request = worker_pb2.WorkerReleaseRequest(
             session_id=session_id,
             epoch=epoch,
             mode=session_pb2.ReleaseMode.Name(mode),
             request_id=uuid.uuid4().hex,
+            moved=moved,
         )
         return await self._control(self._stub.Release, request, timeout_s)
 
@@ -130,10 +132,10 @@ class WorkerLink:
         self.stats.draining = True
         return answer.turns_preempted
 
-    async def slots(self, timeout_s: float) -> list[str]:
-        """The sessions that have a slot on the worker."""
+    async def slots(self, timeout_s: float) -> tuple[list[str], list[str] | None]:
+        """The sessions that have a slot on the worker, and those of whose KV its node has copies; None: not known."""
         answer: worker_pb2.SlotsResponse = await self._call(self._stub.Slots, worker_pb2.SlotsRequest(), timeout_s)
-        return list(answer.session_ids)
+        return list(answer.session_ids), None if answer.copies_unknown else list(answer.copied_session_ids)
 
     async def import_session(
         self, session_id: str, epoch: int, source_address: str, timeout_s: float

@@ -120,7 +120,7 @@ class Migrator:
 
     async def pins(self, source: WorkerLink) -> list[tuple[str, int]]:
         """The sessions with a slot on a worker that are pinned to it, with their epochs; oldest first."""
-        session_ids = await source.slots(self._config.control_timeout_s)
+        session_ids, _ = await source.slots(self._config.control_timeout_s)
         owners = await self._journal.owners(session_ids)
         return [(name, owners[name][1]) for name in session_ids if name in owners and owners[name][0] == source.name]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NoWorkerAvailable
 from holdfast.v1 import session_pb2
 from router.fleet.link import WorkerLink
 from router.journal.interface import Journal
@@ -17,7 +17,8 @@ LAST_EPOCH = 2**62
 
 
 class Sweeper:
-    """Frees on workers what the journal says was released, or pinned to another worker.
+    """Frees on workers what the journal says was released, or pinned to another worker; and on their nodes, copies
+    of the KV of sessions that were released.
 
     A worker is swept whenever it is reached again, and whenever it may have missed a call: law L12 holds
     on every living rank, including one that was unreachable.
@@ -47,12 +48,16 @@ class Sweeper:
             del self._sweeps[link.name]
 
     async def _sweep_once(self, link: WorkerLink) -> None:
-        session_ids = await link.slots(self._timeout_s)
-        owners = await self._journal.owners(session_ids)
+        slots, copied = await link.slots(self._timeout_s)
+        session_ids = list(dict.fromkeys([*slots, *(copied or ())]))
+        owners, held = await self._journal.owners(session_ids), set(slots)
         for session_id in session_ids:
             worker, epoch = owners.get(session_id, ("", LAST_EPOCH))
-            if worker != link.name:
-                await link.release(session_id, epoch, session_pb2.RELEASE_MODE_NOW, self._timeout_s)
+            if worker != link.name and (session_id in held or session_id not in owners):
+                moved, now = session_id in owners, session_pb2.RELEASE_MODE_NOW
+                await link.release(session_id, epoch, now, self._timeout_s, moved=moved)
+        if copied is None:
+            raise NoWorkerAvailable("its node's KV store does not answer")
 
     async def close(self) -> None:
         for sweep in self._sweeps.values():

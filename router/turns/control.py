@@ -60,10 +60,15 @@ class Control:
             record = await self._journal.release(session_id, tenant)
             self._live.abort(self._sessions.running_turn(session_id))
         self._sessions.forget(session_id)
-        return await self._call_worker(
+        freed = await self._call_worker(
             record.worker,
             lambda link: link.release(session_id, record.epoch, session_pb2.RELEASE_MODE_NOW, self._timeout_s),
         )
+        link = self._fleet.link(record.worker)
+        if link is None or not link.alive:  # its node may have copies of the session's KV, which other workers see
+            for other in self._fleet.alive():
+                self._sweeper.sweep(other)
+        return freed
 
     async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
         """Cut an idle session to ``keep_len`` tokens. Raises SessionBusy, SessionNotFound, InvalidRequest."""

@@ -23,18 +23,26 @@ import router.turns.dispatch
 import router.turns.prepare
 import router.turns.relay
 import router.turns.sessions
+import workers.engine.admission
 import workers.engine.follower
 import workers.engine.leader
 import workers.serving.kv_transfer
+import workers.serving.page_copies
 import workers.serving.rank_server
+import workers.serving.turn_loads
 import workers.serving.worker_server
+import workers.store.client
 from cluster.supervisor import Supervisor
 from tests.simulation.components import POLL_S, ROUTER_PORTS, Router, Worker
-from tests.simulation.engine import SimulatedFollower, SimulatedLeader, SimulatedLinks
+from tests.simulation.engine import InThisThread, SimulatedFollower, SimulatedLeader, SimulatedLinks
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
 from tests.simulation.network import NOBODY, Network
+from tests.simulation.store import ADDRESS, SimulatedClient, Stores
 from tests.simulation.world import World
+
+MIN_LOAD_TOKENS = 6
+"""Sessions are short here."""
 
 
 class Cluster(World):
@@ -44,6 +52,7 @@ class Cluster(World):
         super().__init__(loop, rng, trace)
         self.routers = [Router(self, i) for i in range(len(ROUTER_PORTS))]
         self.workers = [Worker(self, i, tp) for i in range(2)]
+        self.stores = Stores(self)
 
     def waits_for_a_lost_worker(self, turn_id: str) -> bool:
         """Whether a router holds a turn at a worker that it has lost."""
@@ -55,7 +64,10 @@ class Cluster(World):
         """Start everything, as often as it takes."""
         while True:
             self.supervisor = process = Process("supervisor", "supervisor")
-            supervisor = Supervisor(self.workers, self.routers, start_timeout_s=20.0, rebalance_per_s=2.0)
+            stores = self.stores if self.engine_config.kv_store is not None else None
+            supervisor = Supervisor(
+                self.workers, self.routers, start_timeout_s=20.0, rebalance_per_s=2.0, stores=stores
+            )
             started = process.spawn(supervisor.start())
             while process.alive and not started.done():
                 await asyncio.sleep(POLL_S)
@@ -72,7 +84,9 @@ class Cluster(World):
     # ---- processes ----------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        return [r.process for r in self.routers if r.incarnation] + [rank for w in self.workers for rank in w.ranks]
+        stores = [self.stores.process] if self.stores.process is not None else []
+        ranks = [rank for worker in self.workers for rank in worker.ranks]
+        return [*(r.process for r in self.routers if r.incarnation), *ranks, *stores]
 
     def kill_all(self) -> None:
         for process in [self.supervisor, *self.processes()]:
@@ -126,6 +140,12 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(router.fleet.migration, "time", _Time),
         mock.patch.object(workers.engine.leader, "time", _Time),
         mock.patch.object(workers.serving.kv_transfer, "time", _Time),
+        mock.patch.object(workers.serving.turn_loads, "time", _Time),
+        mock.patch.object(workers.serving.turn_loads, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
+        mock.patch.object(workers.engine.admission, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
+        mock.patch.object(workers.serving.page_copies, "StoreClient", SimulatedClient),
+        mock.patch.object(workers.serving.page_copies, "ThreadPoolExecutor", lambda *given, **more: InThisThread()),
+        mock.patch.object(workers.store.client, "socket_of", lambda folder: ADDRESS),
         mock.patch.object(router.journal.sqlite_store, "time", _Time),
         mock.patch.object(router.turns.prepare, "random", rng),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),

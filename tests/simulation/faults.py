@@ -31,6 +31,8 @@ class Faults:
             (self.migrate, 4),
             (self.restart, 1),
         ]
+        if cluster.engine_config.kv_store is not None:
+            self._kinds.append((self.damage, 3))
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
         self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))
@@ -68,6 +70,9 @@ class Faults:
 
     def kill(self) -> None:
         self.cluster.kill(self.rng.choice(self.cluster.processes()))
+
+    def damage(self) -> None:
+        self.cluster.stores.damage()
 
     def restart(self) -> None:
         self.cluster.trace("everything is killed, and started again")

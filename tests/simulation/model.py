@@ -21,6 +21,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from workers.config import EngineConfig
 from workers.engine.batch import Batch
 from workers.engine.choice import StepResult
+from workers.engine.rank import NotePages, Rank
 from workers.engine.step_log import RecordedCache
 from workers.engine.stream import Stream
 from workers.grammar.compiler import GrammarCompiler
@@ -172,6 +173,7 @@ class SimulatedRank:
         self.stream = Stream()
         self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
         self._num_broadcasts = 0
+        self._note_pages: NotePages | None = None
         self._has_head = config.speculative_algorithm == "EAGLE3"
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
@@ -179,6 +181,8 @@ class SimulatedRank:
             self._tables[group, row, column] = page
         for copy in copies:
             self.kv.copy(*copy)
+
+    watch_pages, tell_pages = Rank.watch_pages, Rank.tell_pages
 
     def launch(self, batch: Batch, num_copies: int) -> None:
         """Compute each turn's chains in its share of the batch, from what the pages say of all before."""
@@ -202,11 +206,12 @@ class SimulatedRank:
 
         A head needs what the model computed one position before.
         """
-        for job in jobs:
+        host = next((group.index for group in self.cache.groups if not group.window), None)
+        for job in jobs if host is not None else ():
             for position in range(job.start, job.end + max(0, job.num_draft - 1)):
-                self._place(0, job.row, position)
+                self._place(host, job.row, position)
             if self._has_head and job.end > 1:
-                assert self._entry(0, job.row, job.end - 2)[0] == job.turn.tokens[job.end - 2], "not computed yet"
+                assert self._entry(host, job.row, job.end - 2)[0] == job.turn.tokens[job.end - 2], "not computed yet"
         return {job.turn.turn_id: guess(job.turn, job.num_draft) for job in jobs if job.num_draft}, 1
 
     def choose(self, work: Sequence[Work], masks: Future[Masks] | None = None) -> Future[StepResult]:

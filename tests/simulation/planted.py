@@ -24,13 +24,17 @@ from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
+from workers.kv.page_events import PageEvents
 from workers.scheduling import Draft, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
+from workers.serving import page_copies
+from workers.serving.page_copies import PageCopies
+from workers.store.copies import CopyIndex
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
 _accepted, _end_of = Draft.accepted, Leader._end_of
-_missing = HeadSpeculation._missing
+_missing, _load_group = HeadSpeculation._missing, PageCopies._load_group
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
@@ -113,6 +117,15 @@ def _before_its_state(self: HeadSpeculation, work: Work, drafting: Any) -> tuple
     return start, end + 1
 
 
+async def _without_a_look(self: PageCopies, *given: Any) -> int:
+    with mock.patch.object(page_copies, "_look", _look_at_none):
+        return await _load_group(self, *given)
+
+
+def _look_at_none(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> Any:
+    return [arena[offset : offset + size] for _, offset, _ in found], []
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "tokens are shown before the journal has them": lambda: mock.patch.object(SqliteJournal, "append", _append_later),
     "a stale epoch is accepted": lambda: mock.patch.object(SqliteStore, "_fenced", _accept_any_epoch),
@@ -136,6 +149,11 @@ PLANTED: dict[str, Callable[[], Any]] = {
         SessionCache, "fork", _fork_without_references
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
+    "a copy's checksum is ignored": lambda: mock.patch.object(PageCopies, "_load_group", _without_a_look),
+    "a page is copied after its eviction": lambda: mock.patch.object(
+        PageEvents, "is_unchanged", lambda self, filled, num_drops: True
+    ),
+    "a release leaves copies": lambda: mock.patch.object(CopyIndex, "release", lambda self, owner: 0),
     "a head computes a token before its state is there": lambda: mock.patch.object(
         HeadSpeculation, "_missing", _before_its_state
     ),

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tests.simulation.clients import Client
@@ -89,7 +90,10 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
     algorithm = ALGORITHMS[result.seed // (2 * len(GROUPS)) % len(ALGORITHMS)]
-    cluster.engine_config = replace(cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm)
+    kv_store = Path("store") if result.seed % 2 else None
+    cluster.engine_config = replace(
+        cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm, kv_store=kv_store
+    )
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))
@@ -177,6 +181,9 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
         if router.core is not None and router.core.live.ids():
             cluster.violated(f"L13: {router.process.name} still runs {router.core.live.ids()}")
     gone = {client.name for client in clients if client.released}
+    for name, copies in cluster.stores.owned().items():
+        if name in gone and not all(copy.is_shared for copy in copies):
+            cluster.violated(f"L12: the KV store still has copies of {name}")
     for worker in cluster.workers:
         leader = worker.leader
         if leader is None:

@@ -249,9 +249,9 @@ class Leader:
         self._commands.put(end)
 
     def release_session(
-        self, session_id: str, epoch: int, *, after_turn: bool = False
+        self, session_id: str, epoch: int, *, after_turn: bool = False, moved: bool = False
     ) -> Future[worker_pb2.ControlResponse]:
-        """Free a session's slot. A running turn is ended first, or waited for with ``after_turn``.
+        """Free a session's slot (see ``SessionCache``). A running turn is ended first, or waited for: ``after_turn``.
 
         The future resolves when every rank has applied it, or raises StaleEpoch.
         """
@@ -263,7 +263,7 @@ class Leader:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
             self._updates |= self._gate.end(lambda s: s.session_id == session_id, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
-            self.cache.release_session(session_id)
+            self.cache.release_session(session_id, moved=moved)
             self.drafts.release(session_id)
             self.epochs.forget(session_id)
 

@@ -232,7 +232,7 @@ class KVMigrations:
         cache = self._leader.cache
         cache.finish(session_id, pending.transfer_id, Outcome.ABORTED)
         if pending.is_new:
-            cache.release_session(session_id)
+            cache.release_session(session_id, moved=True)
         self._leader.scheduler.made_room()
 
 

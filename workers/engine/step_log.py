@@ -121,9 +121,9 @@ class RecordedCache(SessionCache):
         self.record(rank_pb2.Op(free_tail=rank_pb2.FreeTailOp(session_id=session_id, keep_len=keep_len)))
         return freed
 
-    def release_session(self, session_id: str) -> int:
-        freed = super().release_session(session_id)
-        self.record(rank_pb2.Op(release=rank_pb2.ReleaseOp(session_id=session_id)))
+    def release_session(self, session_id: str, *, moved: bool = False) -> int:
+        freed = super().release_session(session_id, moved=moved)
+        self.record(rank_pb2.Op(release=rank_pb2.ReleaseOp(session_id=session_id, moved=moved)))
         return freed
 
     def fork(self, parent_id: str, child_id: str, at_len: int | None = None, *, for_reading: bool = False) -> Slot:
@@ -278,7 +278,7 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
         case "free_tail":
             cache.free_tail(op.free_tail.session_id, op.free_tail.keep_len)
         case "release":
-            cache.release_session(op.release.session_id)
+            cache.release_session(op.release.session_id, moved=op.release.moved)
         case "fork":
             fork, at_len = op.fork, op.fork.at_len if op.fork.HasField("at_len") else None
             cache.fork(fork.parent_id, fork.child_id, at_len, for_reading=fork.for_reading)

@@ -255,11 +255,11 @@ class SessionCache(SlotStore):
             num_freed += self._slide(slot)
         return num_freed
 
-    def release_session(self, session_id: str) -> int:
+    def release_session(self, session_id: str, *, moved: bool = False) -> int:
         """Drop a session. Returns the number of pages freed; 0 if nothing is left of it (law L6).
 
         Its pages leave the prefix index too, including the branches it rewound or aborted, except
-        pages that another session has used.
+        pages that another session has used. ``moved``: it lives on elsewhere, and so may copies of its pages.
         Raises SessionBusy: the caller ends the turn first, with ``finish``.
         """
         slot, free_before = self.slots.get(session_id), self.num_free()
@@ -269,6 +269,8 @@ class SessionCache(SlotStore):
             self._drop(slot)
         # Even if the slot was evicted before: the session's pages may still be cached.
         self.index.remove_owned(session_id)
+        if self.index.events is not None and not moved:
+            self.index.events.release(session_id)
         return sum(self.num_free()) - sum(free_before)
 
     def fork(self, parent_id: str, child_id: str, at_len: int | None = None, *, for_reading: bool = False) -> Slot:

@@ -191,8 +191,6 @@ class PrefixIndex:
 
     def remove_owned(self, owner: str) -> None:
         """Drop every entry of ``owner`` that no other session has used, in all branches."""
-        if self.events is not None:
-            self.events.release(owner)
         owned = list(self._tops.get(owner, {}))
         for entry in owned:
             owned.extend(child for child in entry.children if child.owner == owner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from workers.kv.page_events import FilledPage
 from workers.kv.prefix import DIGEST_BYTES
 from workers.serving.kv_transfer import CHUNK_BYTES, RankThread
 from workers.serving.results import result_of
-from workers.store.client import StoreClient, StoreUnavailable
+from workers.store.client import RETRY_S, StoreClient, StoreUnavailable
+from workers.store.copies import NOBODY
 
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 2 * 1024 * 1024
@@ -48,8 +49,10 @@ class PageCopies:
         self.client = StoreClient(config.kv_store, f"{rank.layout}, rank {shard.rank} of {shard.size}")
         self._bytes_per_s = config.kv_store_write_mb_per_s * 1e6
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
-        self._released: deque[str] = deque()
+        self._released: deque[str] = deque(maxlen=MAX_WAITING)
         self._num_copying = 0
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Sessions that were released of late. A page of theirs that the index still has is another one's too."""
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
         self.counters: Counter[str] = Counter()
@@ -67,6 +70,13 @@ class PageCopies:
         """Pages to be copied, and those that are being copied."""
         return len(self._waiting) + self._num_copying
 
+    async def owners(self) -> list[str] | None:
+        """The sessions that the store has copies for; None if it does not answer."""
+        try:
+            return list((await self.client.ask(owners=store_pb2.OwnersRequest())).session_ids)
+        except StoreUnavailable:
+            return None
+
     # ---- to the store --------------------------------------------------------------------------------
 
     def _note(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None:
@@ -75,6 +85,9 @@ class PageCopies:
 
     def _enqueue(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str]) -> None:
         self._released.extend(released)
+        self._gone.update(dict.fromkeys(released))
+        while len(self._gone) > MAX_WAITING:
+            self._gone.popitem(last=False)
         self.counters["kv_copies_skipped"] += max(0, len(self._waiting) + len(filled) - MAX_WAITING)
         self._waiting.extend(_Waiting(*each) for each in filled)
         self._changed.set()
@@ -95,11 +108,13 @@ class PageCopies:
                         await asyncio.sleep(num_bytes / self._bytes_per_s)
                         self._num_copying = 0
             except StoreUnavailable:
-                # A store that comes back is empty: there is nothing to release in it, and no copy is owed.
+                # No copy is owed. A release is: the store may only have been out of reach.
                 self.counters["kv_copies_skipped"] += len(self._waiting)
                 self._waiting.clear()
-                self._released.clear()
                 self._num_copying = 0
+                if self._released:
+                    await asyncio.sleep(RETRY_S)
+                    self._changed.set()
 
     def _take_some(self) -> list[_Waiting]:
         """The next pages, of one group and session."""
@@ -119,7 +134,8 @@ class PageCopies:
         size = self._owner.rank.kv.page_bytes[first.group]
         some = list({waiting.filled.digest: waiting for waiting in some}.values())
         keys = b"".join(waiting.filled.digest for waiting in some)
-        reserve = store_pb2.ReserveCopies(group=first.group, keys=keys, page_bytes=size, session_id=first.owner)
+        owner = NOBODY if first.owner in self._gone else first.owner
+        reserve = store_pb2.ReserveCopies(group=first.group, keys=keys, page_bytes=size, session_id=owner)
         offsets = (await self.client.ask(reserve=reserve)).offsets
         wanted = [(waiting, offset) for waiting, offset in zip(some, offsets, strict=True) if offset >= 0]
         if not wanted:

@@ -193,7 +193,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         after_turn = request.mode == session_pb2.RELEASE_MODE_AFTER_TURN
         return await self._once(
             ("release", request.session_id, request.epoch, request.request_id),
-            lambda: self._leader.release_session(request.session_id, request.epoch, after_turn=after_turn),
+            lambda: self._leader.release_session(
+                request.session_id, request.epoch, after_turn=after_turn, moved=request.moved
+            ),
         )
 
     @sends_errors
@@ -244,7 +246,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.SlotsRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SlotsResponse:
         session_ids = await result_of(self._leader.migrations.sessions())
-        return worker_pb2.SlotsResponse(session_ids=session_ids)
+        copied = await self._copies.owners() if self._copies is not None else []
+        return worker_pb2.SlotsResponse(
+            session_ids=session_ids, copied_session_ids=copied or (), copies_unknown=copied is None
+        )
 
     @sends_errors
     async def Import(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 SLAB_BYTES = 16 * 1024 * 1024
 ALIGNMENT = 64
+NOBODY = "\0"
+"""Owns copies of a prefix that other sessions use, when the one that computed it is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +120,10 @@ class CopyIndex:
     def release(self, owner: str) -> int:
         """Drop what only this session has used. Returns how many copies."""
         return self.drop([copy for copy in self._by_owner.get(owner, {}).values() if not copy.is_shared])
+
+    def owners(self) -> list[str]:
+        """The sessions that copies were made for."""
+        return [owner for owner in self._by_owner if owner != NOBODY]
 
     def flush(self) -> int:
         """Drop all. Returns how many copies."""

@@ -111,6 +111,8 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
                 session = request.release.session_id
                 num_dropped = self._copies.release(session) if session else self._copies.flush()
                 return store_pb2.StoreResponse(released=store_pb2.Released(copies=num_dropped))
+            case "owners":
+                return store_pb2.StoreResponse(owners=store_pb2.Owners(session_ids=self._copies.owners()))
             case _:
                 return store_pb2.StoreResponse(stats=self._stats())
 

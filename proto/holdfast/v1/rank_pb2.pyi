@@ -172,10 +172,12 @@ class FreeTailOp(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., keep_len: _Optional[int] = ...) -> None: ...
 
 class ReleaseOp(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "moved")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    moved: bool
+    def __init__(self, session_id: _Optional[str] = ..., moved: bool = ...) -> None: ...
 
 class ForkOp(_message.Message):
     __slots__ = ("parent_id", "child_id", "at_len", "for_reading")

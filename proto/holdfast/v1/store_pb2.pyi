@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StoreRequest(_message.Message):
-    __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats")
+    __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats", "owners")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class StoreRequest(_message.Message):
     UNPIN_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
     open: OpenArena
     reserve: ReserveCopies
     complete: CompleteCopies
@@ -22,10 +23,11 @@ class StoreRequest(_message.Message):
     unpin: UnpinCopies
     release: ReleaseCopies
     stats: StoreStatsRequest
-    def __init__(self, open: _Optional[_Union[OpenArena, _Mapping]] = ..., reserve: _Optional[_Union[ReserveCopies, _Mapping]] = ..., complete: _Optional[_Union[CompleteCopies, _Mapping]] = ..., pin: _Optional[_Union[PinCopies, _Mapping]] = ..., unpin: _Optional[_Union[UnpinCopies, _Mapping]] = ..., release: _Optional[_Union[ReleaseCopies, _Mapping]] = ..., stats: _Optional[_Union[StoreStatsRequest, _Mapping]] = ...) -> None: ...
+    owners: OwnersRequest
+    def __init__(self, open: _Optional[_Union[OpenArena, _Mapping]] = ..., reserve: _Optional[_Union[ReserveCopies, _Mapping]] = ..., complete: _Optional[_Union[CompleteCopies, _Mapping]] = ..., pin: _Optional[_Union[PinCopies, _Mapping]] = ..., unpin: _Optional[_Union[UnpinCopies, _Mapping]] = ..., release: _Optional[_Union[ReleaseCopies, _Mapping]] = ..., stats: _Optional[_Union[StoreStatsRequest, _Mapping]] = ..., owners: _Optional[_Union[OwnersRequest, _Mapping]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("arena", "reserved", "completed", "pinned", "unpinned", "released", "stats")
+    __slots__ = ("arena", "reserved", "completed", "pinned", "unpinned", "released", "stats", "owners")
     ARENA_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +35,7 @@ class StoreResponse(_message.Message):
     UNPINNED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
     arena: Arena
     reserved: Reserved
     completed: Completed
@@ -40,7 +43,8 @@ class StoreResponse(_message.Message):
     unpinned: Unpinned
     released: Released
     stats: StoreStats
-    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpinned: _Optional[_Union[Unpinned, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ...) -> None: ...
+    owners: Owners
+    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpinned: _Optional[_Union[Unpinned, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ..., owners: _Optional[_Union[Owners, _Mapping]] = ...) -> None: ...
 
 class OpenArena(_message.Message):
     __slots__ = ("space",)
@@ -147,6 +151,16 @@ class Released(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     copies: int
     def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
+class OwnersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Owners(_message.Message):
+    __slots__ = ("session_ids",)
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreStatsRequest(_message.Message):
     __slots__ = ()

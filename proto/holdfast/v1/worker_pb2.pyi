@@ -116,16 +116,18 @@ class TurnUpdate(_message.Message):
     def __init__(self, turn_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., input_logprobs: _Optional[_Iterable[_Union[_session_pb2.TokenLogprob, _Mapping]]] = ..., cached_len: _Optional[int] = ..., finish_reason: _Optional[str] = ..., matched_token: _Optional[int] = ..., matched_text: _Optional[str] = ..., needs_history: bool = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., speculation: _Optional[_Union[_session_pb2.Speculation, _Mapping]] = ...) -> None: ...
 
 class WorkerReleaseRequest(_message.Message):
-    __slots__ = ("session_id", "epoch", "mode", "request_id")
+    __slots__ = ("session_id", "epoch", "mode", "request_id", "moved")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     mode: _session_pb2.ReleaseMode
     request_id: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mode: _Optional[_Union[_session_pb2.ReleaseMode, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    moved: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mode: _Optional[_Union[_session_pb2.ReleaseMode, str]] = ..., request_id: _Optional[str] = ..., moved: bool = ...) -> None: ...
 
 class WorkerFreeTailRequest(_message.Message):
     __slots__ = ("session_id", "epoch", "keep_len", "request_id")
@@ -293,10 +295,14 @@ class SlotsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SlotsResponse(_message.Message):
-    __slots__ = ("session_ids",)
+    __slots__ = ("session_ids", "copied_session_ids", "copies_unknown")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    copied_session_ids: _containers.RepeatedScalarFieldContainer[str]
+    copies_unknown: bool
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., copied_session_ids: _Optional[_Iterable[str]] = ..., copies_unknown: bool = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)
