@@ -21,6 +21,11 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     if not as_json:
         columns = {"worker_id": "worker", "group": "KV group", "total": "pages", "free": "free"}
         print_rows(_by("groups", workers), columns | {"held": "held", "cached": "cached"}, as_json)
+    stores = [worker for worker in workers if worker.get("kv_store")]
+    if not as_json and stores:
+        columns = {"worker_id": "worker", "bytes_total": "KV store bytes", "bytes_used": "used", "copies": "copies"}
+        rows = [{"worker_id": worker["worker_id"]} | worker["kv_store"] for worker in stores]
+        print_rows(rows, columns | {"waiting": "pages to copy"}, as_json)
     if not as_json and any(len(worker["ranks"]) > 1 for worker in workers):
         columns = {"worker_id": "worker", "rank": "rank", "pid": "pid", "node": "node"}
         columns |= {"log_index": "log index", "lag": "lag"}

@@ -28,6 +28,7 @@ from workers.store.copies import NOBODY
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 2 * 1024 * 1024
 """Written between two steps: a millisecond or so."""
+STATS_S = 2.0
 MAX_WAITING = 8192
 """Pages that wait to be copied. When more fill, those that waited longest are not copied: a copy is never owed."""
 
@@ -56,12 +57,15 @@ class PageCopies:
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
         self.counters: Counter[str] = Counter()
-        self._task = self._loop.create_task(self._write())
+        self.stats: store_pb2.StoreStats | None = None
+        """The store's, a while ago."""
+        self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._measure())]
 
     async def stop(self) -> None:
         self._owner.rank.watch_pages(None)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.stop()
         await asyncio.to_thread(self._thread.shutdown)
 
@@ -76,6 +80,14 @@ class PageCopies:
             return list((await self.client.ask(owners=store_pb2.OwnersRequest())).session_ids)
         except StoreUnavailable:
             return None
+
+    async def _measure(self) -> None:
+        while True:
+            try:
+                self.stats = await self.client.ask(stats=store_pb2.StoreStatsRequest())
+            except StoreUnavailable:
+                self.stats = None
+            await asyncio.sleep(STATS_S)
 
     # ---- to the store --------------------------------------------------------------------------------
 

@@ -324,8 +324,17 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         # Read while the engine runs: each figure is exact, but they may be of different steps.
         scheduler = self._leader.scheduler
         counters = Counter(self._leader.counters)
+        kv_store = None
         if self._copies is not None and self._loads is not None:
             counters += self._copies.counters + self._loads.counters
+            stats = self._copies.stats
+            if stats is not None:
+                kv_store = worker_pb2.KVStoreStats(
+                    bytes_total=stats.bytes_total,
+                    bytes_used=stats.bytes_used,
+                    copies=stats.copies,
+                    waiting=self._copies.num_waiting,
+                )
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -348,6 +357,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             draining=self._draining,
             paused=scheduler.paused,
             metrics_url=self._metrics.url,
+            kv_store=kv_store,
             ranks=[
                 worker_pb2.RankStats(pid=os.getpid(), node=self._node, log_index=self._leader.log.last_index),
                 *self._links.stats(self._leader.log),
