@@ -77,6 +77,10 @@ class Config(BaseModel):
     hicache_size: float = Field(
         0.0, ge=0, description="GB of memory on each node for copies of KV, which outlive workers; 0: none"
     )
+    kv_disk_path: Path | None = Field(
+        None, description="folder on each node for more copies, which outlive the cluster too; needs --hicache-size"
+    )
+    kv_disk_size: float = Field(0.0, ge=0, description="GB of --kv-disk-path on each node")
     swa_full_tokens_ratio: float | None = Field(
         None, gt=0, le=1, description="sliding windows' KV capacity over that of full attention; default: computed"
     )
@@ -134,6 +138,10 @@ class Config(BaseModel):
         """Check what no single field can. Raises ConfigError."""
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"model: {self.model} is not a checkpoint folder (it has no config.json)")
+        if (self.kv_disk_path is not None) != (self.kv_disk_size > 0):
+            raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
+        if self.kv_disk_path is not None and not self.hicache_size:
+            raise ConfigError("kv_disk_path: needs hicache_size, because copies go to disk from memory")
         http = range(self.port, self.port + self.routers if self.port else 0)
         grpc = range(self.grpc_port, self.grpc_port + self.routers if self.grpc_port else 0)
         if set(http) & set(grpc):

@@ -17,6 +17,7 @@ from cluster.supervisor import Supervisor
 from holdfast.errors import NoWorkerAvailable
 from router.fleet.link import WorkerAddress
 from workers.store.folders import cluster_folder, remove_stale
+from workers.store.server import DiskConfig
 
 STOP_TIMEOUT_S = 2.0
 GB = 1e9
@@ -32,7 +33,7 @@ class Cluster:
         if num_bytes:
             remove_stale()
             folder = cluster_folder(uuid.uuid4().hex[:12])
-            engine, self._stores = replace(engine, kv_store=folder), NodeStores(folder, num_bytes)
+            engine, self._stores = replace(engine, kv_store=folder), NodeStores(folder, num_bytes, _disk(config))
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
@@ -88,3 +89,9 @@ class Cluster:
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))
         if self._stores is not None:
             await self._stores.stop()
+
+
+def _disk(config: Config) -> DiskConfig | None:
+    if config.kv_disk_path is None:
+        return None
+    return DiskConfig(config.kv_disk_path.resolve(), int(config.kv_disk_size * GB))

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.ray_backend.processes import END_TIMEOUT_S, end_process, ray_errors
 from workers.serving.actor import KVStoreActor
 from workers.store.folders import node_folder
+from workers.store.server import DiskConfig
 
 log = logging.getLogger("holdfast.cluster")
 CHECK_S = 0.5
@@ -24,8 +25,8 @@ SILENCE_S = 3.0
 class NodeStores:
     """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own."""
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self._folder, self._num_bytes = folder, num_bytes
+    def __init__(self, folder: Path, num_bytes: int, disk: DiskConfig | None) -> None:
+        self._folder, self._num_bytes, self._disk = folder, num_bytes, disk
         self._actors: dict[str, Any] = {}
         self._processes: dict[str, tuple[int, float]] = {}
 
@@ -65,7 +66,7 @@ class NodeStores:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class: Any = KVStoreActor
         actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
-            node_folder(self._folder, node), self._num_bytes
+            node_folder(self._folder, node), self._num_bytes, self._disk
         )
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
             self._processes[node] = await actor.process.remote()

@@ -86,6 +86,23 @@ def store_process_is_new(served: Served, pid: int) -> bool:
         return False
 
 
+async def test_a_restarted_cluster_finds_its_sessions_kv_on_the_disk(tmp_path: Path) -> None:
+    flags = ("--workers", "1", "--hicache-size", "0.25", "--kv-disk-size", "0.5")
+    disk = ("--kv-disk-path", str(tmp_path / "disk"))
+    with serving(tmp_path, *flags, *disk) as cluster:
+        texts = {name: f"{name}: {LONG}" for name in ("a", "b")}
+        for name in texts:
+            texts[name] += turn(cluster, name, texts[name])
+        await until(lambda: counters(cluster).get("kv_pages_copied", 0) >= 120, 20, "copies")
+        segments = lambda: sum(path.stat().st_size for path in (tmp_path / "disk").glob("0/segment-*"))  # noqa: E731
+        await until(lambda: segments() > 120 * 65_536, 20, "copies on the disk")
+    with serving(tmp_path, *flags, *disk) as cluster:
+        for name, text in texts.items():
+            assert turn(cluster, name, f"{text} And then")
+        found = counters(cluster)
+        assert found["kv_loads"] == 2 and found["kv_tokens_loaded"] > 2000 and found["computed_tokens"] < 120
+
+
 def test_an_arena_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"hicache_size: .* bytes do not fit in"):
         Served(tmp_path, "--hicache-size", "100000")

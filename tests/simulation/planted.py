@@ -28,13 +28,12 @@ from workers.kv.page_events import PageEvents
 from workers.scheduling import Draft, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
-from workers.serving.page_copies import PageCopies
 from workers.store.copies import CopyIndex
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
 _accepted, _end_of = Draft.accepted, Leader._end_of
-_missing, _load_group = HeadSpeculation._missing, PageCopies._load_group
+_missing = HeadSpeculation._missing
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
@@ -117,11 +116,6 @@ def _before_its_state(self: HeadSpeculation, work: Work, drafting: Any) -> tuple
     return start, end + 1
 
 
-async def _without_a_look(self: PageCopies, *given: Any) -> int:
-    with mock.patch.object(page_copies, "_look", _look_at_none):
-        return await _load_group(self, *given)
-
-
 def _look_at_none(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> Any:
     return [arena[offset : offset + size] for _, offset, _ in found], []
 
@@ -149,7 +143,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
         SessionCache, "fork", _fork_without_references
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
-    "a copy's checksum is ignored": lambda: mock.patch.object(PageCopies, "_load_group", _without_a_look),
+    "a copy's checksum is ignored": lambda: mock.patch.object(page_copies, "_look", _look_at_none),
     "a page is copied after its eviction": lambda: mock.patch.object(
         PageEvents, "is_unchanged", lambda self, filled, num_drops: True
     ),

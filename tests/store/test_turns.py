@@ -18,7 +18,7 @@ from tests.parity.matrix import CONFIG, checkpoint
 from tests.waiting import until
 from workers.store import client
 from workers.store.copies import Copy
-from workers.store.server import KVStore
+from workers.store.server import DiskConfig, KVStore
 
 SLAB = 256 * 1024
 NUM_BYTES = 16 * SLAB
@@ -41,18 +41,18 @@ class HangingStore(KVStore):
 class Node:
     """A store, and another in its place."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.store = HangingStore(folder, NUM_BYTES, slab_bytes=SLAB)
+    def __init__(self, folder: Path, disk: DiskConfig | None) -> None:
+        self._folder, self._disk = folder, disk
+        self.store = HangingStore(folder, NUM_BYTES, SLAB, disk=disk)
 
     async def restart(self) -> None:
-        self.store = HangingStore(self._folder, NUM_BYTES, slab_bytes=SLAB)
+        self.store = HangingStore(self._folder, NUM_BYTES, SLAB, disk=self._disk)
         await self.store.start()
 
 
 @asynccontextmanager
-async def node(folder: Path) -> AsyncIterator[Node]:
-    there = Node(folder)
+async def node(folder: Path, disk: DiskConfig | None = None) -> AsyncIterator[Node]:
+    there = Node(folder, disk)
     await there.store.start()
     try:
         yield there
@@ -88,15 +88,19 @@ async def copied(cluster: Harness, worker: str) -> None:
         await until(lambda copies=copies: copies.counters["kv_pages_copied"] and not copies.num_waiting, 10, "copies")
 
 
+def client_of(cluster: Harness) -> client.StoreClient:
+    copies = cluster.workers["w0"]._copies
+    assert copies is not None
+    return copies.client
+
+
 def copies_of(there: Node) -> list[Copy]:
     """The complete copies in a store."""
     return [copy for copy in there.store._copies._copies.values() if copy.crc is not None]
 
 
-async def stored(cluster: Harness, worker: str) -> store_pb2.StoreStats:
-    copies = cluster.workers[worker]._copies
-    assert copies is not None
-    return await copies.client.ask(stats=store_pb2.StoreStatsRequest())
+async def stored(cluster: Harness) -> store_pb2.StoreStats:
+    return await client_of(cluster).ask(stats=store_pb2.StoreStatsRequest())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -125,11 +129,13 @@ async def test_a_lost_workers_session_comes_back_by_its_copies(kind: str, tp: in
 
 
 @asynccontextmanager
-async def one_worker(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Node, Harness, Stub]]:
+async def one_worker(
+    tmp_path: Path, *, disk: DiskConfig | None = None, **changes: Any
+) -> AsyncIterator[tuple[Node, Harness, Stub]]:
     """A worker whose model has full attention and pages of 4 tokens, and its node's store."""
     engine = replace(CONFIG, model=checkpoint("full"), kv_store=tmp_path / "store", **changes)
     async with (
-        node(tmp_path / "store") as there,
+        node(tmp_path / "store", disk) as there,
         running(tmp_path / "c", num_workers=1, engine=engine) as cluster,
         cluster.channel() as channel,
     ):
@@ -224,9 +230,7 @@ async def test_a_store_that_dies_costs_no_turn_and_the_next_one_is_used(tmp_path
         await there.store.stop()
         assert (await turn(stub, "s", first))[0] == says[0]
         await there.restart()
-        copies = cluster.workers["w0"]._copies
-        assert copies is not None
-        await until(lambda: copies.client.arena is not None, 10, "the rank to find the new store")
+        await until(lambda: client_of(cluster).arena is not None, 10, "the rank to find the new store")
         await lose_device_kv(cluster)
         assert (await turn(stub, "s", second))[0] == says[1], "the new store has nothing"
         await copied(cluster, "w0")
@@ -253,7 +257,79 @@ async def test_a_full_arena_keeps_what_was_used_last(tmp_path: Path) -> None:
         for i in range(20):
             await turn(stub, f"s{i}", words(50 + i, 400))
             await copied(cluster, "w0")
-        stats = await stored(cluster, "w0")
+        stats = await stored(cluster)
         assert stats.counters["evicted"] > 0 and stats.bytes_used <= stats.bytes_total
         owners = {copy.owner for copy in copies_of(there)}
         assert "s0" not in owners and "s19" in owners
+
+
+async def on_disk(there: Node, count: int) -> None:
+    """Returns when so many copies are on the disk."""
+    disk = there.store._disk
+    assert disk is not None
+    await until(lambda: disk.counters["disk_stored"] >= count, 10, "copies on the disk")
+
+
+async def test_a_session_is_loaded_from_the_disk_when_the_store_was_restarted(tmp_path: Path) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    disk = DiskConfig(tmp_path / "disk", 16 * SLAB)
+    async with one_worker(tmp_path, disk=disk) as (there, cluster, stub):
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await copied(cluster, "w0")
+        await on_disk(there, 75)
+        await there.store.stop()
+        await until(lambda: client_of(cluster).arena is None, 10, "the rank to miss the store")
+        await there.restart()
+        await until(lambda: client_of(cluster).arena is not None, 10, "the rank to find the new store")
+        await lose_device_kv(cluster)
+        assert (await turn(stub, "s", second))[0] == says[1]
+        assert counters(cluster, "w0")["kv_tokens_loaded"] >= 300
+
+
+async def test_what_memory_has_no_room_for_is_on_the_disk(tmp_path: Path) -> None:
+    says = await expected(tmp_path, words(50, 400), [3, 4, 5])
+    disk = DiskConfig(tmp_path / "disk", 160 * SLAB)
+    async with one_worker(tmp_path, disk=disk) as (there, cluster, stub):
+        for i in range(20):
+            await turn(stub, "s" if not i else f"s{i}", words(50 + i, 400))
+            await copied(cluster, "w0")
+            await on_disk(there, 100 * (i + 1))
+        await lose_device_kv(cluster)
+        assert "s" not in {copy.owner for copy in copies_of(there)}
+        assert (await turn(stub, "s", [3, 4, 5]))[0] == says[1]
+        assert counters(cluster, "w0")["kv_tokens_loaded"] >= 400
+
+
+async def test_a_released_session_is_gone_from_the_disk(tmp_path: Path) -> None:
+    disk = DiskConfig(tmp_path / "disk", 16 * SLAB)
+    async with one_worker(tmp_path, disk=disk) as (there, cluster, stub):
+        for name, seed in (("a", 1), ("b", 2)):
+            await turn(stub, name, words(seed, 200))
+        await copied(cluster, "w0")
+        await on_disk(there, 100)
+        await stub.Release(pb.ReleaseRequest(session_id="a"))
+        assert there.store._disk is not None
+        segments = there.store._disk._segments
+        await until(lambda: segments.owners() == ["b"], 5, "a's copies to go")
+
+
+async def test_a_disk_that_fails_costs_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = words(1, 300), words(2, 5)
+    says = await expected(tmp_path, first, second)
+    disk = DiskConfig(tmp_path / "disk", 16 * SLAB)
+    async with one_worker(tmp_path, disk=disk) as (there, cluster, stub):
+
+        def fail(*given: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+        assert there.store._disk is not None
+        for name in ("append", "read", "release"):
+            monkeypatch.setattr(there.store._disk._segments, name, fail)
+        assert (await turn(stub, "s", first))[0] == says[0]
+        await copied(cluster, "w0")
+        await until(lambda: there.store._disk.counters["disk_errors"] > 0, 5, "the disk to fail")
+        await lose_device_kv(cluster)
+        assert (await turn(stub, "s", second))[0] == says[1]
+        assert counters(cluster, "w0")["kv_tokens_loaded"] >= 300, "memory has them"
+        await stub.Release(pb.ReleaseRequest(session_id="s"))

@@ -16,6 +16,7 @@ import ray
 
 from workers.config import EngineConfig
 from workers.store.folders import node_folder
+from workers.store.server import DiskConfig, KVStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,10 +108,8 @@ class RankActor:
 class KVStoreActor:
     """One node's KV store. Serves until it is stopped or killed."""
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        from workers.store.server import KVStore
-
-        self._store = KVStore(folder, num_bytes)
+    def __init__(self, folder: Path, num_bytes: int, disk: DiskConfig | None) -> None:
+        self._store = KVStore(folder, num_bytes, disk=disk)
 
     async def process(self) -> tuple[int, float]:
         """The process's pid and start time: pids are reused."""

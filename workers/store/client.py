@@ -33,8 +33,6 @@ class StoreClient:
         self._folder, self._space = folder, space
         self.arena: memoryview | None = None
         """The store's memory, while there is one. Views of a former store's stay valid."""
-        self.generation = 0
-        """Counts arenas."""
         self._call: Any = None
         self._lock = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -97,4 +95,3 @@ class StoreClient:
     def _map(self, arena: store_pb2.Arena) -> None:
         with Path(arena.path).open("r+b") as file:
             self.arena = memoryview(mmap.mmap(file.fileno(), arena.size))
-        self.generation += 1

@@ -25,6 +25,8 @@ class Copy:
     offset: int
     size: int
     """Bytes that it takes of the arena."""
+    num_bytes: int
+    """Bytes that it has."""
     owner: str
     """The session that had it made: its release deletes the copy, unless another session has used it."""
     crc: int | None = None
@@ -56,6 +58,9 @@ class CopyIndex:
         self.num_bytes_used = 0
         self.counters: Counter[str] = Counter()
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._copies
+
     def __len__(self) -> int:
         return len(self._copies)
 
@@ -73,7 +78,7 @@ class CopyIndex:
         if offset is None:
             self.counters["no_room"] += 1
             return None
-        copy = self._copies[key] = Copy(key, offset, size, owner)
+        copy = self._copies[key] = Copy(key, offset, size, num_bytes, owner)
         self._by_owner.setdefault(owner, {})[key] = copy
         self._use(copy, owner)
         self.num_bytes_used += size
@@ -101,6 +106,10 @@ class CopyIndex:
         self._use(copy, owner)
         copy.num_pins += 1
         return copy
+
+    def hold(self, copy: Copy) -> None:
+        """As ``pin``, for one that does not use it."""
+        copy.num_pins += 1
 
     def unpin(self, copy: Copy) -> None:
         """A reader is done with a copy."""

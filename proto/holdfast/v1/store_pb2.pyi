@@ -167,7 +167,7 @@ class StoreStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("bytes_total", "bytes_used", "copies", "counters")
+    __slots__ = ("bytes_total", "bytes_used", "copies", "counters", "disk_bytes_used")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,8 +179,10 @@ class StoreStats(_message.Message):
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     bytes_total: int
     bytes_used: int
     copies: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    disk_bytes_used: int
+    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., disk_bytes_used: _Optional[int] = ...) -> None: ...
