@@ -1,6 +1,7 @@
 """What copying pages to the node's KV store costs the steps meanwhile: tokens/s with copies over without, in turns.
 
-The engine alone with the bundled model; the store is a process of its own. The floor is no store: 1.0.
+The engine alone with the bundled model; the store is a process of its own, and so small that its memory is used again.
+The floor is no store: 1.0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from workers.store.server import KVStore
 
 async def main():
-    await KVStore(Path(sys.argv[1]), 1_000_000_000).start()
+    await KVStore(Path(sys.argv[1]), 70_000_000).start()
     print("ready", flush=True)
     await asyncio.Event().wait()
 

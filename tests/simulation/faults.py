@@ -32,7 +32,7 @@ class Faults:
             (self.restart, 1),
         ]
         if cluster.engine_config.kv_store is not None:
-            self._kinds.append((self.damage, 3))
+            self._kinds.append((self.damage, 6))
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
         self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))

@@ -136,6 +136,10 @@ class SimulatedKV:
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
         return [b"".join(PAIR.pack(*pair) for pair in self.page(group, page)) for page in pages]
 
+    def read_pages_into(self, group: int, pages: Sequence[int], targets: Sequence[memoryview]) -> None:
+        for target, data in zip(targets, self.read_pages(group, pages), strict=True):
+            target[:] = data
+
     def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes]) -> None:
         for page, content in zip(pages, data, strict=True):
             self._pages[group, page] = list(PAIR.iter_unpack(content))

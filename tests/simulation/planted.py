@@ -24,7 +24,6 @@ from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
-from workers.kv.page_events import PageEvents
 from workers.scheduling import Draft, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
@@ -144,9 +143,6 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
     "a copy's checksum is ignored": lambda: mock.patch.object(page_copies, "_look", _look_at_none),
-    "a page is copied after its eviction": lambda: mock.patch.object(
-        PageEvents, "is_unchanged", lambda self, filled, num_drops: True
-    ),
     "a release leaves copies": lambda: mock.patch.object(CopyIndex, "release", lambda self, owner: 0),
     "a head computes a token before its state is there": lambda: mock.patch.object(
         HeadSpeculation, "_missing", _before_its_state

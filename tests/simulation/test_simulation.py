@@ -21,7 +21,7 @@ SLOW = {
     "a turn that fails for want of a worker is rolled back",
     "a turn that was done when its client left is forgotten",
     "a head computes a token before its state is there",
-    "a page is copied after its eviction",
+    "a copy's checksum is ignored",
 }
 
 

@@ -22,7 +22,7 @@ ENGINE = EngineConfig(
     max_queued_requests=6,
     max_sessions=12,
     speculative_num_draft_tokens=6,
-    kv_store_write_mb_per_s=0.001,  # a page waits so long that it may be evicted meanwhile
+    kv_store_write_mb_per_s=0.002,  # a page waits so long that it may be evicted meanwhile
 )
 ROUTER = RouterConfig(
     model=Path(),

@@ -16,6 +16,7 @@ from holdfast.v1 import session_pb2_grpc, store_pb2
 from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
 from tests.waiting import until
+from workers.kv.page_events import PageEvents
 from workers.store import client
 from workers.store.copies import Copy
 from workers.store.server import DiskConfig, KVStore
@@ -194,6 +195,17 @@ async def test_a_flipped_bit_is_found_counted_and_computed(tmp_path: Path) -> No
         assert seen["kv_copies_damaged"] == seen["kv_loads_failed"] == there.store._copies.counters["damaged"] == 1
         again = there.store._copies._copies[damaged.key]
         assert again is not damaged and again.crc == damaged.crc, "it was computed, and copied again"
+
+
+async def test_a_page_that_may_have_been_written_meanwhile_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PageEvents, "is_unchanged", lambda self, filled, num_drops: filled.page % 2 == 0)
+    async with one_worker(tmp_path) as (there, cluster, stub):
+        await turn(stub, "s", words(1, 300))
+        await copied(cluster, "w0")
+        assert len(copies_of(there)) == counters(cluster, "w0")["kv_pages_copied"] == 39
+        assert there.store._copies.num_bytes_used == sum(copy.size for copy in copies_of(there))
 
 
 async def test_a_release_and_a_flush_leave_no_copy(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +71,20 @@ class KVPool:
         index = torch.tensor(pages, device=parts[0].device)
         together = torch.cat([part[index].flatten(1) for part in parts], dim=1).cpu()
         return [page.view(torch.uint8).numpy().tobytes() for page in together]
+
+    def read_pages_into(self, group: int, pages: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """As ``read_pages``, each into memory of that size. Other threads may run meanwhile."""
+        if self._parts[group][0].device.type != "cpu":
+            for target, data in zip(targets, self.read_pages(group, pages), strict=True):
+                target[:] = data
+            return
+        # Without torch, whose calls take longer than the copies.
+        parts = [part.flatten(1).view(torch.uint8).numpy() for part in self._parts[group]]
+        ends = list(accumulate(part.shape[1] for part in parts))
+        for page, target in zip(pages, targets, strict=True):
+            whole = np.frombuffer(target, np.uint8)
+            for part, start, end in zip(parts, [0, *ends], ends, strict=False):
+                whole[start:end] = part[page]
 
     def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes | memoryview]) -> None:
         """Write the result of ``read_pages``, of this rank or of one with the same layout, to these pages."""

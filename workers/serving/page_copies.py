@@ -20,14 +20,17 @@ from workers.config import EngineConfig
 from workers.engine.migration import write_pages
 from workers.kv.page_events import FilledPage
 from workers.kv.prefix import DIGEST_BYTES
-from workers.serving.kv_transfer import CHUNK_BYTES, RankThread
+from workers.serving.kv_transfer import RankThread
 from workers.serving.results import result_of
-from workers.store.client import RETRY_S, StoreClient, StoreUnavailable
+from workers.store.client import StoreClient, StoreUnavailable
 from workers.store.copies import NOBODY
 
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 2 * 1024 * 1024
 """Written between two steps: a millisecond or so."""
+COPY_BYTES = 2 * 1024 * 1024
+GATHER_S = 0.25
+"""Between two looks at what was filled: a request for each page would cost more than the copying."""
 STATS_S = 2.0
 MAX_WAITING = 8192
 """Pages that wait to be copied. When more fill, those that waited longest are not copied: a copy is never owed."""
@@ -49,12 +52,12 @@ class PageCopies:
         self._events, self._loop = events, asyncio.get_running_loop()
         self.client = StoreClient(config.kv_store, f"{rank.layout}, rank {shard.rank} of {shard.size}")
         self._bytes_per_s = config.kv_store_write_mb_per_s * 1e6
+        self._noted: deque[tuple[Sequence[tuple[FilledPage, int]], list[str]]] = deque()
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
         self._released: deque[str] = deque(maxlen=MAX_WAITING)
         self._num_copying = 0
         self._gone: OrderedDict[str, None] = OrderedDict()
         """Sessions that were released of late. A page of theirs that the index still has is another one's too."""
-        self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
         self.counters: Counter[str] = Counter()
         self.stats: store_pb2.StoreStats | None = None
@@ -72,7 +75,7 @@ class PageCopies:
     @property
     def num_waiting(self) -> int:
         """Pages to be copied, and those that are being copied."""
-        return len(self._waiting) + self._num_copying
+        return len(self._noted) + len(self._waiting) + self._num_copying
 
     async def owners(self) -> list[str] | None:
         """The sessions that the store has copies for; None if it does not answer."""
@@ -92,62 +95,60 @@ class PageCopies:
     # ---- to the store --------------------------------------------------------------------------------
 
     def _note(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None:
-        """In the thread that computes: these pages are computed, and of these sessions no copy may stay."""
-        self._loop.call_soon_threadsafe(self._enqueue, filled, [*released, *([""] if flushed else ())])
+        """In the thread that computes: these pages are computed, and of these sessions no copy may stay.
 
-    def _enqueue(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str]) -> None:
-        self._released.extend(released)
-        self._gone.update(dict.fromkeys(released))
+        Wakes nobody: for the thread that computes, that is a wait for the GIL.
+        """
+        self._noted.append((filled, [*released, *([""] if flushed else ())]))
+
+    def _take_notes(self) -> None:
+        while self._noted:
+            filled, released = self._noted.popleft()
+            self._released.extend(released)
+            self._gone.update(dict.fromkeys(released))
+            self.counters["kv_copies_skipped"] += max(0, len(self._waiting) + len(filled) - MAX_WAITING)
+            self._waiting.extend(_Waiting(*each) for each in filled)
         while len(self._gone) > MAX_WAITING:
             self._gone.popitem(last=False)
-        self.counters["kv_copies_skipped"] += max(0, len(self._waiting) + len(filled) - MAX_WAITING)
-        self._waiting.extend(_Waiting(*each) for each in filled)
-        self._changed.set()
 
     async def _write(self) -> None:
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await asyncio.sleep(GATHER_S)
+            self._take_notes()
             try:
-                while self._released or self._waiting:
-                    if self._released:
-                        release = store_pb2.ReleaseCopies(session_id=self._released[0])
-                        await self.client.ask(release=release)
-                        self._released.popleft()
-                    else:
-                        num_bytes = await self._write_some(self._take_some())
-                        # A share of the time: what computes wants the memory's bandwidth too.
-                        await asyncio.sleep(num_bytes / self._bytes_per_s)
-                        self._num_copying = 0
+                while self._released:
+                    await self.client.ask(release=store_pb2.ReleaseCopies(session_id=self._released[0]))
+                    self._released.popleft()
+                while self._waiting:
+                    num_bytes = await self._write_some(self._take_some())
+                    # A share of the time: what computes wants the memory's bandwidth too.
+                    await asyncio.sleep(num_bytes / self._bytes_per_s)
             except StoreUnavailable:
                 # No copy is owed. A release is: the store may only have been out of reach.
                 self.counters["kv_copies_skipped"] += len(self._waiting)
                 self._waiting.clear()
-                self._num_copying = 0
-                if self._released:
-                    await asyncio.sleep(RETRY_S)
-                    self._changed.set()
+            self._num_copying = 0
 
     def _take_some(self) -> list[_Waiting]:
-        """The next pages, of one group and session."""
-        first, some = self._waiting[0].filled, list[_Waiting]()
-        per_chunk = max(1, CHUNK_BYTES // self._owner.rank.kv.page_bytes[first.group])
-        while self._waiting and len(some) < per_chunk:
-            filled = self._waiting[0].filled
-            if (filled.group, filled.owner) != (first.group, first.owner):
-                break
-            some.append(self._waiting.popleft())
+        """The next pages of one group."""
+        group, some = self._waiting[0].filled.group, dict[bytes, _Waiting]()
+        per_chunk = max(1, COPY_BYTES // self._owner.rank.kv.page_bytes[group])
+        while self._waiting and len(some) < per_chunk and self._waiting[0].filled.group == group:
+            waiting = self._waiting.popleft()
+            some[waiting.filled.digest] = waiting
         self._num_copying = len(some)
-        return some
+        return list(some.values())
 
     async def _write_some(self, some: list[_Waiting]) -> int:
-        """Copy pages of one group and session. Returns the bytes."""
-        first = some[0].filled
-        size = self._owner.rank.kv.page_bytes[first.group]
-        some = list({waiting.filled.digest: waiting for waiting in some}.values())
-        keys = b"".join(waiting.filled.digest for waiting in some)
-        owner = NOBODY if first.owner in self._gone else first.owner
-        reserve = store_pb2.ReserveCopies(group=first.group, keys=keys, page_bytes=size, session_id=owner)
+        """Copy pages of one group. Returns the bytes."""
+        group = some[0].filled.group
+        size = self._owner.rank.kv.page_bytes[group]
+        reserve = store_pb2.ReserveCopies(
+            group=group,
+            keys=b"".join(waiting.filled.digest for waiting in some),
+            page_bytes=size,
+            session_ids=[NOBODY if w.filled.owner in self._gone else w.filled.owner for w in some],
+        )
         offsets = (await self.client.ask(reserve=reserve)).offsets
         wanted = [(waiting, offset) for waiting, offset in zip(some, offsets, strict=True) if offset >= 0]
         if not wanted:
@@ -157,7 +158,7 @@ class PageCopies:
             raise StoreUnavailable("the node's KV store is gone")
         crcs = await self._loop.run_in_executor(self._thread, self._copy, arena, wanted)
         complete = store_pb2.CompleteCopies(
-            group=first.group,
+            group=group,
             keys=b"".join(waiting.filled.digest for waiting, _ in wanted),
             crcs=[crc or 0 for crc in crcs],
             written=[crc is not None for crc in crcs],
@@ -170,15 +171,12 @@ class PageCopies:
     @torch.inference_mode()
     def _copy(self, arena: memoryview, wanted: Sequence[tuple[_Waiting, int]]) -> list[int | None]:
         """Write pages to their places in the arena. Returns their checksums; None: its KV is gone meanwhile."""
-        group = wanted[0][0].filled.group
-        pages = self._owner.rank.kv.read_pages(group, [waiting.filled.page for waiting, _ in wanted])
-        crcs: list[int | None] = []
-        for (waiting, offset), page in zip(wanted, pages, strict=True):
-            arena[offset : offset + len(page)] = page
-            # Asked after the page was read: whoever may write it has had it dropped before.
-            unchanged = self._events.is_unchanged(waiting.filled, waiting.num_drops)
-            crcs.append(zlib.crc32(page) if unchanged else None)
-        return crcs
+        kv, group = self._owner.rank.kv, wanted[0][0].filled.group
+        targets = [arena[offset : offset + kv.page_bytes[group]] for _, offset in wanted]
+        kv.read_pages_into(group, [waiting.filled.page for waiting, _ in wanted], targets)
+        # Asked after the pages were read: whoever may write one has had it dropped before.
+        unchanged = [self._events.is_unchanged(waiting.filled, waiting.num_drops) for waiting, _ in wanted]
+        return [zlib.crc32(target) if same else None for target, same in zip(targets, unchanged, strict=True)]
 
     # ---- from the store ------------------------------------------------------------------------------
 

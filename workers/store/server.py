@@ -148,8 +148,8 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
 
     def _reserve(self, user: _User, request: store_pb2.ReserveCopies) -> store_pb2.Reserved:
         offsets = []
-        for key in _keys(user, request.group, request.keys):
-            copy = self._copies.reserve(key, request.page_bytes, request.session_id)
+        for key, owner in zip(_keys(user, request.group, request.keys), request.session_ids, strict=True):
+            copy = self._copies.reserve(key, request.page_bytes, owner)
             if copy is not None:
                 user.reserved[key] = copy
             offsets.append(copy.offset if copy is not None else NOT_THERE)

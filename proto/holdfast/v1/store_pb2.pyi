@@ -61,16 +61,16 @@ class Arena(_message.Message):
     def __init__(self, path: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class ReserveCopies(_message.Message):
-    __slots__ = ("group", "keys", "page_bytes", "session_id")
+    __slots__ = ("group", "keys", "page_bytes", "session_ids")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     group: int
     keys: bytes
     page_bytes: int
-    session_id: str
-    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ..., page_bytes: _Optional[int] = ..., session_id: _Optional[str] = ...) -> None: ...
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group: _Optional[int] = ..., keys: _Optional[bytes] = ..., page_bytes: _Optional[int] = ..., session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("offsets",)
