@@ -20,6 +20,7 @@ from holdfast.v1 import session_pb2_grpc
 from router.fleet.migration import DrainReport
 from tests.harness import ENGINE, Harness, running
 from tests.waiting import until
+from workers.serving.bandwidth import REMEASURE_EVERY
 
 PROMPT = [100 + i % 400 for i in range(330)]
 TURN = {"temperature": 0.8, "seed": 4, "max_tokens": 24, "ignore_eos": True}
@@ -222,10 +223,10 @@ async def test_an_import_evicts_no_session(tmp_path: Path) -> None:
 async def test_kv_that_is_recomputed_faster_is_not_migrated(tmp_path: Path) -> None:
     async with two_workers(tmp_path, ["s"]) as (cluster, _, _):
         target = cluster.workers["w1"]
-        target._leader.pace.prefill_tokens_per_s, target._importer._bytes_per_s = 1e9, 1.0
-        answers = [(await migrate(cluster)).sessions_migrated for _ in range(rpc.REMEASURE_EVERY)]
-        assert answers == [0] * (rpc.REMEASURE_EVERY - 1) + [1], "but it is measured again, now and then"
-        assert target._importer._bytes_per_s > 1.0
+        target._leader.pace.prefill_tokens_per_s, target._importer._bandwidth._bytes_per_s = 1e9, 1.0
+        answers = [(await migrate(cluster)).sessions_migrated for _ in range(REMEASURE_EVERY)]
+        assert answers == [0] * (REMEASURE_EVERY - 1) + [1], "but it is measured again, now and then"
+        assert target._importer._bandwidth._bytes_per_s > 1.0
 
 
 async def test_pages_of_another_checkpoint_are_refused(tmp_path: Path) -> None:

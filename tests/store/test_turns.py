@@ -17,6 +17,8 @@ from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
 from tests.waiting import until
 from workers.kv.page_events import PageEvents
+from workers.models.parallel import Shard
+from workers.serving.page_copies import space_of
 from workers.store import client
 from workers.store.copies import Copy
 from workers.store.server import DiskConfig, KVStore
@@ -161,6 +163,14 @@ async def lose_device_kv(cluster: Harness) -> None:
         leader.cache.index.events._flushed = False
 
     await asyncio.wrap_future(leader.call(lose))
+
+
+def test_whatever_changes_a_pages_kv_changes_its_copies_names() -> None:
+    configs = [CONFIG, replace(CONFIG, quantization="int8"), replace(CONFIG, dtype="bfloat16")]
+    configs.append(replace(CONFIG, attention_backend="torch_native"))
+    spaces = {space_of("layout", Shard(0, 2), config) for config in configs}
+    spaces |= {space_of("layout", Shard(1, 2), CONFIG), space_of("another", Shard(0, 2), CONFIG)}
+    assert len(spaces) == len(configs) + 2
 
 
 async def test_an_evicted_session_is_loaded(tmp_path: Path) -> None:

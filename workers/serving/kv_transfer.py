@@ -21,6 +21,7 @@ from holdfast.wire import CHANNEL_OPTIONS, abort_with, error_from_rpc, sent_erro
 from workers.engine.leader import Leader
 from workers.engine.migration import Columns, ExportedKV, PendingImport, read_pages, write_pages
 from workers.engine.rank import Rank
+from workers.serving.bandwidth import Bandwidth
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
 
@@ -30,10 +31,6 @@ CHUNK_BYTES = 512 * 1024
 MAX_RETRIES = 3
 """Retries after a broken stream or a damaged page, each from the first page that is missing."""
 RETRY_PAUSE_S = 0.1
-WEIGHT_OF_LAST = 0.5
-"""Weight of the last measurement in the expected bandwidth."""
-REMEASURE_EVERY = 16
-"""One in this many imports that look slower than recomputing is made anyway, to measure the links again."""
 
 
 class RankThread(Protocol):
@@ -111,8 +108,7 @@ class Importer:
     def __init__(self, leader: Leader, links: RankLinks) -> None:
         self._leader = leader
         self._links = links
-        self._bytes_per_s: float | None = None
-        self._num_refused = 0
+        self._bandwidth = Bandwidth(leader)
 
     async def import_session(self, request: worker_pb2.ImportRequest) -> worker_pb2.ImportResponse:
         """See ``WorkerService.Import``. Raises MigrationRefused, and the source's errors."""
@@ -133,10 +129,7 @@ class Importer:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         answer.seconds = time.monotonic() - began
-        if answer.bytes and answer.seconds:
-            speed = answer.bytes / answer.seconds
-            before = self._bytes_per_s or speed
-            self._bytes_per_s = WEIGHT_OF_LAST * speed + (1 - WEIGHT_OF_LAST) * before
+        self._bandwidth.measured(answer.bytes, answer.seconds)
         return answer
 
     async def _import(
@@ -158,26 +151,13 @@ class Importer:
         begun = migrations.begin_import(session_id, request.epoch, transfer_id, exported)
         try:
             pending = await result_of(begun)
-            self._refuse_slow(pending)
+            self._bandwidth.refuse_slow(pending)
             num_bytes = await self._fetch(session_id, pending, list(sent.addresses), request.timeout_s)
             reached = await result_of(migrations.complete_import(session_id, transfer_id))
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
         return worker_pb2.ImportResponse(committed_len=reached, pages=pending.num_pages, bytes=num_bytes)
-
-    def _refuse_slow(self, pending: PendingImport) -> None:
-        speed, bandwidth = self._leader.pace.prefill_tokens_per_s, self._bytes_per_s
-        if not speed or not bandwidth:
-            return
-        rank = self._leader.rank
-        sizes = zip(pending.columns, rank.kv.page_bytes, strict=True)
-        num_bytes = sum(len(part) * page_bytes for part, page_bytes in sizes) * rank.shard.size
-        compute_s = (pending.committed_len - pending.cached_len) / speed
-        if num_bytes / bandwidth > compute_s:
-            self._num_refused += 1
-            if self._num_refused % REMEASURE_EVERY:
-                raise MigrationRefused(f"computing takes {compute_s:.3f} s, a transfer {num_bytes / bandwidth:.3f} s")
 
     async def _fetch(self, session_id: str, pending: PendingImport, addresses: list[str], timeout_s: float) -> int:
         """Have every rank read its pages from its counterpart, in parallel. Returns the bytes read."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 import torch
 
@@ -20,6 +21,7 @@ from workers.config import EngineConfig
 from workers.engine.migration import write_pages
 from workers.kv.page_events import FilledPage
 from workers.kv.prefix import DIGEST_BYTES
+from workers.models.parallel import Shard
 from workers.serving.kv_transfer import RankThread
 from workers.serving.results import result_of
 from workers.store.client import StoreClient, StoreUnavailable
@@ -42,15 +44,20 @@ class _Waiting:
     num_drops: int
 
 
+def space_of(layout: str, shard: Shard, config: EngineConfig) -> str:
+    """What a page's KV depends on besides its tokens: a copy may be found by another cluster, on the same disk."""
+    computed = (config.device, config.dtype, config.quantization, config.attention_backend, version("holdfast"))
+    return f"{layout}, rank {shard.rank} of {shard.size}, {', '.join(map(str, computed))}"
+
+
 class PageCopies:
     """Copies of one rank's pages. Lives in the rank's event loop; pages are copied in a thread of its own."""
 
     def __init__(self, owner: RankThread, config: EngineConfig) -> None:
         assert config.kv_store is not None
         self._owner, rank = owner, owner.rank
-        shard, events = rank.shard, rank.watch_pages(self._note)
-        self._events, self._loop = events, asyncio.get_running_loop()
-        self.client = StoreClient(config.kv_store, f"{rank.layout}, rank {shard.rank} of {shard.size}")
+        self._events, self._loop = rank.watch_pages(self._note), asyncio.get_running_loop()
+        self.client = StoreClient(config.kv_store, space_of(rank.layout, rank.shard, config))
         self._bytes_per_s = config.kv_store_write_mb_per_s * 1e6
         self._noted: deque[tuple[Sequence[tuple[FilledPage, int]], list[str]]] = deque()
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)

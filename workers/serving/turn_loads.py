@@ -10,14 +10,15 @@ from array import array
 from collections import Counter
 from concurrent.futures import Future
 
-from holdfast.errors import HoldfastError, MigrationRefused
+from holdfast.errors import HoldfastError
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import rank_pb2, store_pb2
 from workers.engine.admission import MIN_LOAD_TOKENS, Wanted
 from workers.engine.leader import Leader
-from workers.engine.migration import ExportedKV, PendingImport
+from workers.engine.migration import ExportedKV
 from workers.kv.loadable import first_loaded, loadable_len
 from workers.kv.prefix import page_digests
+from workers.serving.bandwidth import Bandwidth
 from workers.serving.page_copies import PageCopies
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
@@ -25,9 +26,6 @@ from workers.serving.results import result_of
 log = logging.getLogger("holdfast.store")
 TIMEOUT_S = 10.0
 """A turn that waits longer is computed."""
-WEIGHT_OF_LAST = 0.5
-REMEASURE_EVERY = 16
-"""One in this many loads that look slower than computing is made anyway."""
 
 
 class TurnLoads:
@@ -37,8 +35,7 @@ class TurnLoads:
         self._leader, self._links, self._copies = leader, links, copies
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._bytes_per_s: float | None = None
-        self._num_refused = 0
+        self._bandwidth = Bandwidth(leader)
         self.counters: Counter[str] = Counter()
         leader.admission.load = self.load
 
@@ -96,7 +93,7 @@ class TurnLoads:
         begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
         try:
             pending = await result_of(begun)
-            self._refuse_slow(pending)
+            self._bandwidth.refuse_slow(pending)
             request = rank_pb2.FetchRequest(
                 session_id=session_id,
                 transfer_id=transfer_id,
@@ -110,20 +107,6 @@ class TurnLoads:
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
-        speed = num_bytes / max(1e-6, time.monotonic() - began)
-        self._bytes_per_s = WEIGHT_OF_LAST * speed + (1 - WEIGHT_OF_LAST) * (self._bytes_per_s or speed)
+        self._bandwidth.measured(num_bytes, time.monotonic() - began)
         self.counters["kv_loads"] += 1
         self.counters["kv_tokens_loaded"] += reached - pending.cached_len
-
-    def _refuse_slow(self, pending: PendingImport) -> None:
-        """As an import is refused (``kv_transfer.Importer``)."""
-        speed, bandwidth, rank = self._leader.pace.prefill_tokens_per_s, self._bytes_per_s, self._leader.rank
-        if not speed or not bandwidth:
-            return
-        sizes = zip(pending.columns, rank.kv.page_bytes, strict=True)
-        num_bytes = sum(len(part) * page_bytes for part, page_bytes in sizes) * rank.shard.size
-        compute_s = (pending.committed_len - pending.cached_len) / speed
-        if num_bytes / bandwidth > compute_s:
-            self._num_refused += 1
-            if self._num_refused % REMEASURE_EVERY:
-                raise MigrationRefused(f"computing takes {compute_s:.3f} s, a load {num_bytes / bandwidth:.3f} s")
