@@ -92,6 +92,8 @@ class HeadModel(DraftModel):
     @torch.inference_mode()
     def keep(self, work: Sequence[Work], hidden: Hidden) -> None:
         """See ``Drafter``."""
+        if all(w.turn.is_given_up for w in work):
+            return
         row = self._kept.add([(w.turn.turn_id, w.start, w.start + w.count) for w in work])
         for i, tap in enumerate(hidden.taps):
             self._states[row : row + len(tap), i] = tap

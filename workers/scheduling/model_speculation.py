@@ -59,10 +59,8 @@ class _Drafting:
     trials: float = PRIOR_WEIGHT
     pays: bool = True
     """Whether a draft paid when that was last looked at. If not, the draft model does not follow."""
-    is_given_up: bool = False
-    """A head stopped following, and cannot begin again: the states that it did not use are gone."""
     finds_out: bool = False
-    """Or never stops."""
+    """A head follows it to its end."""
 
 
 class ModelSpeculation:
@@ -113,7 +111,7 @@ class ModelSpeculation:
         for w in work:
             drafting = self._turns[w.turn]
             start, end = self._missing(w, drafting)
-            if not w.turn.in_flight and (w.draft or self._follows(drafting, end - start)):
+            if not w.turn.in_flight and (w.draft or self._follows(w.turn, drafting, end - start)):
                 num_draft = len(w.draft.tokens) if w.draft is not None else 0
                 jobs.append(DraftJob(w.turn, w.row, start, min(end, start + self._max_lag), num_draft))
         return jobs
@@ -133,7 +131,7 @@ class ModelSpeculation:
             start = min(work.start, drafting.computed_len)
         return start, work.start + work.num_known
 
-    def _follows(self, drafting: _Drafting, lag: int) -> bool:
+    def _follows(self, turn: Turn, drafting: _Drafting, lag: int) -> bool:
         """Whether the draft model computes a turn's tokens in a step without a draft."""
         return drafting.pays
 
@@ -166,7 +164,7 @@ class ModelSpeculation:
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
         drafting = self._turns.pop(turn, None)
-        if drafting is None or drafting.is_given_up or turn.ephemeral:
+        if drafting is None or turn.is_given_up or turn.ephemeral:
             return
         if drafting.computed_len is not None:
             self._computed[turn.session_id] = drafting.computed_len
@@ -212,11 +210,11 @@ class HeadSpeculation(ModelSpeculation):
 
     def candidates(self) -> list[Turn]:
         """See ``ModelSpeculation``. Before a turn's second token there is no state."""
-        return [turn for turn in super().candidates() if len(turn.tokens) > 1 and not self._turns[turn].is_given_up]
+        return [turn for turn in super().candidates() if len(turn.tokens) > 1 and not turn.is_given_up]
 
     def pays(self, num_rows: int) -> bool:
         """See ``ModelSpeculation``. Or a turn has a piece of tokens for which states are kept."""
-        followed = ((turn, each) for turn, each in self._turns.items() if turn.in_flight and not each.is_given_up)
+        followed = ((turn, each) for turn, each in self._turns.items() if turn.in_flight and not turn.is_given_up)
         lags = (len(turn.tokens) - (each.computed_len or 0) for turn, each in followed)
         return any(lag >= MAX_HEAD_LAG for lag in lags) or super().pays(num_rows)
 
@@ -225,10 +223,10 @@ class HeadSpeculation(ModelSpeculation):
         drafting.computed_len = work.start if known is None else min(known, work.start)
         return drafting.computed_len, work.start + 1
 
-    def _follows(self, drafting: _Drafting, lag: int) -> bool:
+    def _follows(self, turn: Turn, drafting: _Drafting, lag: int) -> bool:
         if not drafting.pays and not drafting.finds_out and self._hits < self._least(1) * self._trials:
-            drafting.is_given_up = True
-        return not drafting.is_given_up and (drafting.pays or lag >= MAX_HEAD_LAG)
+            turn.is_given_up = True
+        return not turn.is_given_up and (drafting.pays or lag >= MAX_HEAD_LAG)
 
     def _keep_drafted(self, drafting: _Drafting, draft: Draft, num_accepted: int) -> None:
         """None of its drafts' KV: what it computes from the model's states replaces that."""

@@ -119,6 +119,8 @@ class Turn:
     """What the output may repeat, by the request: a source of drafts."""
     drafts: DraftCounts | None = None
     """None: it had none yet."""
+    is_given_up: bool = False
+    """A draft head does not follow it any more, and cannot begin again: the states that it did not use are gone."""
     num_scored: int = 0
     """Positions of the prompt below this one need not be scored any more."""
 
