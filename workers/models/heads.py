@@ -6,6 +6,7 @@ at that position. Where the model has not been yet, the head's own last state st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     return tuple(i + 1 for i in given)
 
 
-class DraftHead(Decoder):
+class DraftHead(Decoder, ABC):
     """A head's layer. Its batches have ``states``."""
 
     token_ids: Tensor | None = None
@@ -94,16 +95,16 @@ class DraftHead(Decoder):
     target_size: int
     """Elements of one of the model's states."""
 
+    @abstractmethod
     def states_of(self, taps: Tensor) -> Tensor:
         """What it continues from, ``[tokens, hidden]``, by the model's tapped states ``[tokens, taps, target_size]``.
 
         Zeros of zeros.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def next_states(self, hidden: Hidden) -> Tensor:
         """What it continues from after the tokens that it drafted itself."""
-        raise NotImplementedError
 
 
 class MTPHead(DraftHead):
