@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from workers.scheduling import Draft, Grammar, SamplingParams, Turn
 
 CONFIG = EngineConfig(max_total_tokens=65_536, max_running_requests=32, num_threads=2, overlap_schedule=False)
 ROUNDS, BATCHES = 7, (1, 4, 16)
-OUTPUT, TURNS = 240, 4
+OUTPUT, TURNS, FREE_TURNS = 240, 4, 4
 PROMPTS = ("def main(", "Return the list of", "class Reader:", "The function takes", "for name in", "import os\n")
 
 
@@ -57,37 +57,41 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         raise error
 
-    def run(self, requests: Iterable[Request]) -> tuple[float, dict[str, list[int]]]:
-        """Seconds until all are done, and their outputs by session."""
+    def run(self, requests: Sequence[Request], at_once: int) -> tuple[float, dict[str, list[int]]]:
+        """Seconds until all are done, ``at_once`` of them at a time, and their outputs by session."""
         self.outputs.clear()
         compiled = [self.leader._outputs.compile(request.params) for request in requests]
         for future in compiled:
             if future is not None:
                 future.result()
-        began = time.perf_counter()
-        for r in requests:
-            submission = Submission(
-                r.session, r.session, "", 1, new_tokens(r.tokens), len(r.tokens), r.params,
-                prediction=new_tokens(r.prediction),
-            )  # fmt: skip
-            self.leader.submit(submission)
-        while len(self.outputs) < len(compiled) or self.leader.scheduler.turns:
-            while not self.leader._commands.empty():
-                command = self.leader._commands.get()
-                assert command is not None
-                command()
+        began, num_submitted = time.perf_counter(), 0
+        while num_submitted < len(requests) or self.leader.scheduler.turns:
+            while num_submitted < len(requests) and len(self.leader.scheduler.turns) < at_once:
+                self._submit(requests[num_submitted])
+                num_submitted += 1
             self.leader.step()
         return time.perf_counter() - began, dict(self.outputs)
+
+    def _submit(self, r: Request) -> None:
+        submission = Submission(
+            r.session, r.session, "", 1, new_tokens(r.tokens), len(r.tokens), r.params,
+            prediction=new_tokens(r.prediction),
+        )  # fmt: skip
+        self.leader.submit(submission)
+        self._do_commands()
+
+    def _do_commands(self) -> None:
+        while not self.leader._commands.empty():
+            command = self.leader._commands.get()
+            assert command is not None
+            command()
 
     def forget(self) -> None:
         """As a new worker: nothing cached, nothing said."""
         for session in list(self.leader.cache.slots):
             self.leader.release_session(session, 1)
         self.leader.flush()
-        while not self.leader._commands.empty():
-            command = self.leader._commands.get()
-            assert command is not None
-            command()
+        self._do_commands()
 
 
 def count_places(engine: Engine) -> None:
@@ -118,7 +122,7 @@ class Agents:
         total = 0.0
         for _ in range(TURNS):
             requests = [self._turn(rng, name, history) for name, history in histories.items()]
-            seconds, outputs = engine.run(requests)
+            seconds, outputs = engine.run(requests, batch)
             total += seconds
             histories = {r.session: r.tokens + outputs[r.session] for r in requests}
         return total
@@ -148,7 +152,7 @@ class Edits:
     def play(self, engine: Engine, batch: int, seed: int) -> float:
         if (batch, seed) not in self._requests:
             self._requests[batch, seed] = self._make(batch, random.Random(seed))
-        return engine.run(self._requests[batch, seed])[0]
+        return engine.run(self._requests[batch, seed], batch)[0]
 
     def _make(self, batch: int, rng: random.Random) -> list[Request]:
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0.7)
@@ -158,7 +162,7 @@ class Edits:
             )
             for i in range(batch)
         ]
-        _, outputs = self._plain.run(requests)
+        _, outputs = self._plain.run(requests, batch)
         self._plain.forget()
         return [replace(r, prediction=tuple(self._before(rng, outputs[r.session]))) for r in requests]
 
@@ -170,7 +174,7 @@ class Edits:
 
 
 class FreeText:
-    """Sampled text."""
+    """Sampled text: turns one after another, so that one that is done early makes room for the next."""
 
     least = 0.97
 
@@ -182,10 +186,10 @@ class FreeText:
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=self._temperature)
         requests = []
-        for i in range(batch):
+        for i in range(FREE_TURNS * batch):
             tokens = self._tokenizer.encode(rng.choice(PROMPTS)).ids + rng.choices(range(100, 2000), k=3)
             requests.append(Request(f"free-{i}", tokens, replace(params, seed=rng.randrange(10**6))))
-        return engine.run(requests)[0]
+        return engine.run(requests, batch)[0]
 
 
 def acceptance(engine: Engine) -> dict[str, float]:

@@ -81,6 +81,14 @@ class Config(BaseModel):
         None, description="folder on each node for more copies, which outlive the cluster too; needs --hicache-size"
     )
     kv_disk_size: float = Field(0.0, ge=0, description="GB of --kv-disk-path on each node")
+    kv_replicas: int = Field(
+        1, ge=0, le=8, description="other nodes that each node's copies of KV are copied to, for when a node dies"
+    )
+    kv_store_write_mb_per_s: float = Field(
+        1000.0,
+        gt=0,
+        description="what a rank's copying of KV may take of the memory's bandwidth, and a node's of the network's",
+    )
     swa_full_tokens_ratio: float | None = Field(
         None, gt=0, le=1, description="sliding windows' KV capacity over that of full attention; default: computed"
     )
@@ -188,6 +196,7 @@ class Config(BaseModel):
             max_running_requests=self.max_running_requests,
             max_queued_requests=self.max_queued_requests,
             max_sessions=self.max_sessions,
+            kv_store_write_mb_per_s=self.kv_store_write_mb_per_s,
             num_threads=self.threads_per_worker or max(1, (os.cpu_count() or 1) // (self.workers * self.tp)),
             rank_lease_s=self.rank_lease_s,
             collective_timeout_s=self.collective_timeout_s,

@@ -33,7 +33,15 @@ class Cluster:
         if num_bytes:
             remove_stale()
             folder = cluster_folder(uuid.uuid4().hex[:12])
-            engine, self._stores = replace(engine, kv_store=folder), NodeStores(folder, num_bytes, _disk(config))
+            engine = replace(engine, kv_store=folder)
+            self._stores = NodeStores(
+                folder,
+                num_bytes,
+                _disk(config),
+                host=LOOPBACK if config.address is None else None,
+                num_replicas=config.kv_replicas,
+                write_bytes_per_s=config.kv_store_write_mb_per_s * 1e6,
+            )
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks

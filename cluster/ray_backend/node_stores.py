@@ -23,16 +23,33 @@ SILENCE_S = 3.0
 
 
 class NodeStores:
-    """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own."""
+    """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own.
 
-    def __init__(self, folder: Path, num_bytes: int, disk: DiskConfig | None) -> None:
-        self._folder, self._num_bytes, self._disk = folder, num_bytes, disk
+    ``host``: where all of them listen for each other; None: each at its node's address.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_bytes: int,
+        disk: DiskConfig | None,
+        *,
+        host: str | None,
+        num_replicas: int,
+        write_bytes_per_s: float,
+    ) -> None:
+        self._folder, self._num_replicas = folder, num_replicas
+        self._given = (num_bytes, disk, host, write_bytes_per_s)
         self._actors: dict[str, Any] = {}
+        self._addresses: dict[str, tuple[str, str]] = {}
+        """By node: its name, and its store's address."""
+        self._told: dict[str, tuple[str, str]] = {}
         self._processes: dict[str, tuple[int, float]] = {}
 
     async def start(self) -> None:
         """Start a store on every node. Raises HoldfastError."""
         await asyncio.gather(*(self._start(node) for node in _nodes()))
+        await self._introduce()
 
     async def keep(self) -> None:
         """Look once at every node: start a store where there is none, and another where one died or hangs."""
@@ -41,7 +58,9 @@ class NodeStores:
         for gone in self._actors.keys() - nodes:
             del self._actors[gone]
             self._processes.pop(gone, None)
+            self._addresses.pop(gone, None)
         await asyncio.gather(*(self._keep(node) for node in nodes))
+        await self._introduce()
 
     async def stop(self) -> None:
         """End all stores, and remove what they hold."""
@@ -66,16 +85,32 @@ class NodeStores:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class: Any = KVStoreActor
         actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
-            node_folder(self._folder, node), self._num_bytes, self._disk
+            node_folder(self._folder, node), *self._given
         )
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
             self._processes[node] = await actor.process.remote()
             self._actors[node] = actor
-            await actor.start.remote()
+            self._addresses[node] = await actor.start.remote()
+
+    async def _introduce(self) -> None:
+        """Tell all stores of each other, when there are others than before."""
+        known = dict(self._addresses)
+        if self._told == known:
+            return
+        addresses = dict(known.values())
+        tells = [
+            asyncio.wait_for(self._actors[node].set_nodes.remote(name, addresses, self._num_replicas), SILENCE_S)
+            for node, (name, _) in known.items()
+            if node in self._actors
+        ]
+        with ray_errors("a KV store does not answer"):
+            await asyncio.gather(*tells)
+        self._told = known
 
     async def _end(self, node: str, actor: Any) -> None:
         """End a store whatever state it is in."""
         del self._actors[node]
+        self._addresses.pop(node, None)
         ray.kill(actor)
         process = self._processes.pop(node)
         if node == ray.get_runtime_context().get_node_id():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from holdfast.errors import WorkerNotFound
-from router.fleet.link import WorkerAddress, WorkerLink
+from router.fleet.link import Home, WorkerAddress, WorkerLink
 from router.fleet.placement import Placement
+
+MAX_LOST = 1024
+"""Lost workers whose homes are remembered."""
 
 
 class Fleet:
@@ -20,6 +24,8 @@ class Fleet:
         self._placement = placement
         self._on_attached = on_attached
         self._links: dict[str, WorkerLink] = {}
+        self._homes: OrderedDict[str, Home] = OrderedDict()
+        """Of lost workers."""
 
     async def set_workers(self, addresses: list[WorkerAddress]) -> None:
         """Replace the set of workers. A new incarnation of a worker replaces the previous one."""
@@ -27,6 +33,9 @@ class Fleet:
         for name in [name for name in self._links if name not in announced]:
             link = self._links.pop(name)
             self._placement.forget(name)
+            self._homes[name] = link.home
+            if len(self._homes) > MAX_LOST:
+                self._homes.popitem(last=False)
             await link.close()
         for name, address in announced.items():
             if name not in self._links:
@@ -36,6 +45,17 @@ class Fleet:
         """The worker that a pin names, if it is alive."""
         link = self._links.get(name)
         return link if link is not None and link.alive else None
+
+    def home(self, name: str) -> Home:
+        """Of a worker that a pin names, also if it is lost."""
+        link = self._links.get(name)
+        return link.home if link is not None else self._homes.get(name, Home())
+
+    def near(self, home: Home) -> list[str]:
+        """The workers whose nodes have copies of that worker's KV."""
+        nodes = {*home.nodes, *home.replicas}
+        with_store = [link for link in self.alive() if link.stats.HasField("kv_store")]
+        return [link.name for link in with_store if nodes.intersection(link.home.nodes)]
 
     def alive(self) -> list[WorkerLink]:
         """All workers that are alive."""

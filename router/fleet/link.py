@@ -39,6 +39,14 @@ class WorkerAddress:
         return f"{self.worker_id}@{self.incarnation}"
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where copies of a worker's KV are, if its nodes have KV stores: there, and where its leader's node copies them."""
+
+    nodes: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
+
+
 class TurnInbox(asyncio.Queue["worker_pb2.TurnUpdate | None"]):
     """Updates of one turn. None: the worker was lost."""
 
@@ -68,6 +76,11 @@ class WorkerLink:
     @property
     def alive(self) -> bool:
         return self.welcome is not None
+
+    @property
+    def home(self) -> Home:
+        """As the worker last said."""
+        return Home(tuple(dict.fromkeys(rank.node for rank in self.stats.ranks)), tuple(self.stats.kv_store.replicas))
 
     def view(self, live_turns: int) -> WorkerView:
         return WorkerView(self.name, live_turns, self.stats.sessions, self.address.max_turns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 CHUNK_TOKENS = 64
@@ -16,6 +17,9 @@ MAX_PREFIX_CHUNKS = 64
 MAX_KEYS = 16_384
 TURN_COST_TOKENS = 256
 """The cost of one live turn on a worker to a new one, in prefill tokens: they share the worker's steps."""
+
+COPIED_COST = 0.1
+"""The cost of a token whose KV the worker's node has a copy of, in prefill tokens: it is loaded."""
 
 MIN_IMBALANCE, MAX_IMBALANCE = 4, 0.25
 """Workers are balanced while their session counts differ by at most this number, or this share of the larger
@@ -60,10 +64,18 @@ class Placement:
         self._chunks: OrderedDict[bytes, OrderedDict[str, None]] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
 
-    def choose(self, workers: list[WorkerView], tenant: str, tokens: array[int], cache_key: str = "") -> str | None:
+    def choose(
+        self,
+        workers: list[WorkerView],
+        tenant: str,
+        tokens: array[int],
+        cache_key: str = "",
+        copied_near: Collection[str] = (),
+    ) -> str | None:
         """The worker on which the turn should start soonest; None if there are no workers.
 
-        Turns with the same ``cache_key`` (OpenAI's ``prompt_cache_key``) go to the same worker while it has room.
+        ``copied_near``: the workers on whose nodes there are copies of the turn's KV. Turns with the same
+        ``cache_key`` (OpenAI's ``prompt_cache_key``) go to the same worker while it has room.
         """
         if not workers:
             return None
@@ -73,8 +85,8 @@ class Placement:
             return wanted
         cached = self._cached_tokens(tenant, tokens)
 
-        def cost(worker: WorkerView) -> tuple[int, int, str]:
-            compute = len(tokens) - cached.get(worker.name, 0)
+        def cost(worker: WorkerView) -> tuple[float, int, str]:
+            compute = (len(tokens) - cached.get(worker.name, 0)) * (COPIED_COST if worker.name in copied_near else 1.0)
             return compute + TURN_COST_TOKENS * worker.live_turns, worker.sessions, worker.name
 
         return min(workers, key=cost).name

@@ -11,7 +11,7 @@ from holdfast.tokens import pack_tokens
 from holdfast.v1 import worker_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.link import TurnInbox, WorkerLink
+from router.fleet.link import Home, TurnInbox, WorkerLink
 from router.fleet.migration import Migrator
 from router.fleet.placement import Placement
 from router.fleet.sweeper import Sweeper
@@ -79,6 +79,7 @@ class Dispatch:
             prompt_len=turn.prompt_len,
             sampling=turn.sampling,
             ephemeral=session is None,
+            kv_nodes=self._kv_nodes(turn, session, full=full),
         )
         return turn.worker.submit(submit)
 
@@ -105,6 +106,8 @@ class Dispatch:
     def completed(self, turn: LiveTurn) -> None:
         """Remember where the turn's tokens are cached, for turns that share a prefix."""
         request = turn.request
+        if turn.session is not None:
+            turn.session.kv_nodes = ()
         self._placement.remember(turn.worker.name, request.tenant, turn.tokens, request.cache_key)
 
     async def _pin(self, turn: LiveTurn, session: Session, link: WorkerLink) -> None:
@@ -118,17 +121,27 @@ class Dispatch:
         except HoldfastError:
             self._sweeper.sweep(link)
             raise
+        session.kv_nodes = self._fleet.home(record.worker).nodes
         record.worker = link.name
         if previous is not None and previous is not link:
             self._sweeper.sweep(previous)
 
+    def _kv_nodes(self, turn: LiveTurn, session: Session | None, *, full: bool) -> tuple[str, ...]:
+        """Where copies may be of KV that the turn's worker does not have."""
+        if session is None:
+            return ()
+        return session.kv_nodes or (turn.worker.home.nodes if full else ())
+
     async def _choose(self, turn: LiveTurn) -> WorkerLink:
         deadline = time.monotonic() + self._config.worker_wait_s
+        home = self._fleet.home(turn.session.record.worker) if turn.session is not None else Home()
+        request = turn.request
         while True:
             # The router's own count: it includes turns that are placed but not in a beat yet.
             load = self._live.num_by_worker()
             views = [link.view(load[link]) for link in self._fleet.admitting()]
-            name = self._placement.choose(views, turn.request.tenant, turn.tokens, turn.request.cache_key)
+            near = self._fleet.near(home)
+            name = self._placement.choose(views, request.tenant, turn.tokens, request.cache_key, near)
             link = self._fleet.link(name) if name is not None else None
             if link is not None:
                 return link

@@ -32,6 +32,8 @@ class Session:
         self.busy = False
         self.waiters: list[asyncio.Future[None]] = []
         self.running_turn: str = ""
+        self.kv_nodes: tuple[str, ...] = ()
+        """Where its KV was before it was pinned to its worker; empty once a turn was completed there."""
         self.text: str | None = None
         """The tokens' text, including special tokens; None until it is needed."""
 

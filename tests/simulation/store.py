@@ -10,7 +10,7 @@ from holdfast.v1 import store_pb2, store_pb2_grpc
 from tests.simulation.loop import Process
 from tests.simulation.world import World
 from workers.store.client import StoreClient
-from workers.store.copies import Copy, CopyIndex
+from workers.store.copies import Copy
 from workers.store.server import KVStore
 
 HOST, ADDRESS = "node", "node:77"
@@ -27,10 +27,7 @@ class SimulatedStore(KVStore):
         super().__init__(Path(name), NUM_BYTES, SLAB_BYTES)
         self._arena = Path(name)
         ARENAS[name] = bytearray(NUM_BYTES)
-
-    @property
-    def copies(self) -> CopyIndex:
-        return self._copies
+        self._open(memoryview(ARENAS[name]))
 
 
 class SimulatedClient(StoreClient):
@@ -71,7 +68,7 @@ class Stores:
         """Copies by the sessions that they were made for."""
         if self.store is None:
             return {}
-        return {owner: list(copies.values()) for owner, copies in self.store.copies._by_owner.items()}
+        return {owner: list(copies.values()) for owner, copies in self.store.contents.copies._by_owner.items()}
 
     def damage(self) -> None:
         """Flip a bit of a copy."""

@@ -12,94 +12,28 @@ from typing import Any
 import pytest
 
 from holdfast.v1 import session_pb2 as pb
-from holdfast.v1 import session_pb2_grpc, store_pb2
+from holdfast.v1 import store_pb2
 from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
+from tests.store.nodes import (
+    SLAB,
+    Node,
+    Stub,
+    client_of,
+    copied,
+    copies_of,
+    counters,
+    lose_device_kv,
+    node,
+    turn,
+    words,
+)
 from tests.waiting import until
 from workers.kv.page_events import PageEvents
 from workers.models.parallel import Shard
 from workers.serving.page_copies import space_of
 from workers.store import client
-from workers.store.copies import Copy
-from workers.store.server import DiskConfig, KVStore
-
-SLAB = 256 * 1024
-NUM_BYTES = 16 * SLAB
-SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=5, max_tokens=12, ignore_eos=True)
-Stub = session_pb2_grpc.SessionServiceStub
-
-
-class HangingStore(KVStore):
-    """A store that stops answering."""
-
-    hangs = False
-
-    async def Use(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        async for answer in super().Use(requests, context):
-            if self.hangs:
-                await asyncio.sleep(60)
-            yield answer
-
-
-class Node:
-    """A store, and another in its place."""
-
-    def __init__(self, folder: Path, disk: DiskConfig | None) -> None:
-        self._folder, self._disk = folder, disk
-        self.store = HangingStore(folder, NUM_BYTES, SLAB, disk=disk)
-
-    async def restart(self) -> None:
-        self.store = HangingStore(self._folder, NUM_BYTES, SLAB, disk=self._disk)
-        await self.store.start()
-
-
-@asynccontextmanager
-async def node(folder: Path, disk: DiskConfig | None = None) -> AsyncIterator[Node]:
-    there = Node(folder, disk)
-    await there.store.start()
-    try:
-        yield there
-    finally:
-        await there.store.stop()
-
-
-def words(seed: int, count: int) -> list[int]:
-    return [10 + (seed * 131 + i * 17) % 1500 for i in range(count)]
-
-
-async def turn(stub: Any, session: str, tokens: list[int]) -> tuple[list[int], int]:
-    """A turn's output, and how many tokens it found."""
-    said: list[int] = []
-    cached = 0
-    request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=tokens), sampling=SAMPLING)
-    async for answer in stub.Generate(request):
-        said += answer.tokens
-        cached = answer.cached_tokens
-    return said, cached
-
-
-def counters(cluster: Harness, worker: str) -> Any:
-    return cluster.workers[worker]._stats().counters
-
-
-async def copied(cluster: Harness, worker: str) -> None:
-    """Returns when all ranks' pages are copied."""
-    ranks = [cluster.workers[worker], *cluster.followers[worker]]
-    for rank in ranks:
-        copies = rank._copies
-        assert copies is not None
-        await until(lambda copies=copies: copies.counters["kv_pages_copied"] and not copies.num_waiting, 10, "copies")
-
-
-def client_of(cluster: Harness) -> client.StoreClient:
-    copies = cluster.workers["w0"]._copies
-    assert copies is not None
-    return copies.client
-
-
-def copies_of(there: Node) -> list[Copy]:
-    """The complete copies in a store."""
-    return [copy for copy in there.store._copies._copies.values() if copy.crc is not None]
+from workers.store.server import DiskConfig
 
 
 async def stored(cluster: Harness) -> store_pb2.StoreStats:
@@ -153,18 +87,6 @@ async def expected(tmp_path: Path, *turns: list[int]) -> list[list[int]]:
         return [(await turn(Stub(channel), "s", tokens))[0] for tokens in turns]
 
 
-async def lose_device_kv(cluster: Harness) -> None:
-    """As if other sessions had evicted all of it."""
-    leader = cluster.workers["w0"]._leader
-
-    def lose() -> None:
-        leader.cache.flush()
-        assert leader.cache.index.events is not None
-        leader.cache.index.events._flushed = False
-
-    await asyncio.wrap_future(leader.call(lose))
-
-
 def test_whatever_changes_a_pages_kv_changes_its_copies_names() -> None:
     configs = [CONFIG, replace(CONFIG, quantization="int8"), replace(CONFIG, dtype="bfloat16")]
     configs.append(replace(CONFIG, attention_backend="torch_native"))
@@ -202,8 +124,10 @@ async def test_a_flipped_bit_is_found_counted_and_computed(tmp_path: Path) -> No
         assert (await turn(stub, "s", second))[0] == says[1]
         await copied(cluster, "w0")
         seen = counters(cluster, "w0")
-        assert seen["kv_copies_damaged"] == seen["kv_loads_failed"] == there.store._copies.counters["damaged"] == 1
-        again = there.store._copies._copies[damaged.key]
+        assert (
+            seen["kv_copies_damaged"] == seen["kv_loads_failed"] == there.store.contents.copies.counters["damaged"] == 1
+        )
+        again = there.store.contents.copies._copies[damaged.key]
         assert again is not damaged and again.crc == damaged.crc, "it was computed, and copied again"
 
 
@@ -215,7 +139,7 @@ async def test_a_page_that_may_have_been_written_meanwhile_is_not_kept(
         await turn(stub, "s", words(1, 300))
         await copied(cluster, "w0")
         assert len(copies_of(there)) == counters(cluster, "w0")["kv_pages_copied"] == 39
-        assert there.store._copies.num_bytes_used == sum(copy.size for copy in copies_of(there))
+        assert there.store.contents.copies.num_bytes_used == sum(copy.size for copy in copies_of(there))
 
 
 async def test_a_release_and_a_flush_leave_no_copy(tmp_path: Path) -> None:
@@ -251,7 +175,7 @@ async def test_a_store_that_dies_costs_no_turn_and_the_next_one_is_used(tmp_path
     async with one_worker(tmp_path) as (there, cluster, stub):
         await there.store.stop()
         assert (await turn(stub, "s", first))[0] == says[0]
-        await there.restart()
+        await there.start()
         await until(lambda: client_of(cluster).arena is not None, 10, "the rank to find the new store")
         await lose_device_kv(cluster)
         assert (await turn(stub, "s", second))[0] == says[1], "the new store has nothing"
@@ -287,7 +211,7 @@ async def test_a_full_arena_keeps_what_was_used_last(tmp_path: Path) -> None:
 
 async def on_disk(there: Node, count: int) -> None:
     """Returns when so many copies are on the disk."""
-    disk = there.store._disk
+    disk = there.store.contents.disk
     assert disk is not None
     await until(lambda: disk.counters["disk_stored"] >= count, 10, "copies on the disk")
 
@@ -302,7 +226,7 @@ async def test_a_session_is_loaded_from_the_disk_when_the_store_was_restarted(tm
         await on_disk(there, 75)
         await there.store.stop()
         await until(lambda: client_of(cluster).arena is None, 10, "the rank to miss the store")
-        await there.restart()
+        await there.start()
         await until(lambda: client_of(cluster).arena is not None, 10, "the rank to find the new store")
         await lose_device_kv(cluster)
         assert (await turn(stub, "s", second))[0] == says[1]
@@ -331,8 +255,8 @@ async def test_a_released_session_is_gone_from_the_disk(tmp_path: Path) -> None:
         await copied(cluster, "w0")
         await on_disk(there, 100)
         await stub.Release(pb.ReleaseRequest(session_id="a"))
-        assert there.store._disk is not None
-        segments = there.store._disk._segments
+        assert there.store.contents.disk is not None
+        segments = there.store.contents.disk._segments
         await until(lambda: segments.owners() == ["b"], 5, "a's copies to go")
 
 
@@ -345,12 +269,12 @@ async def test_a_disk_that_fails_costs_no_turn(tmp_path: Path, monkeypatch: pyte
         def fail(*given: Any) -> None:
             raise OSError(5, "Input/output error")
 
-        assert there.store._disk is not None
+        assert there.store.contents.disk is not None
         for name in ("append", "read", "release"):
-            monkeypatch.setattr(there.store._disk._segments, name, fail)
+            monkeypatch.setattr(there.store.contents.disk._segments, name, fail)
         assert (await turn(stub, "s", first))[0] == says[0]
         await copied(cluster, "w0")
-        await until(lambda: there.store._disk.counters["disk_errors"] > 0, 5, "the disk to fail")
+        await until(lambda: there.store.contents.disk.counters["disk_errors"] > 0, 5, "the disk to fail")
         await lose_device_kv(cluster)
         assert (await turn(stub, "s", second))[0] == says[1]
         assert counters(cluster, "w0")["kv_tokens_loaded"] >= 300, "memory has them"

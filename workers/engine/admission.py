@@ -32,6 +32,8 @@ class Wanted:
     tokens: array[int]
     known_len: int
     """Of how many the session has the KV here."""
+    kv_nodes: tuple[str, ...] = ()
+    """Other nodes that may have it."""
 
 
 class Admission:
@@ -59,7 +61,10 @@ class Admission:
         known_len = min(keep_len, slot.committed_len) if slot is not None else 0
         if len(tokens) - known_len < MIN_LOAD_TOKENS or len(tokens) >= self._scheduler.max_len:
             return None
-        return self.load(Wanted(submission.session_id, submission.epoch, submission.tenant, tokens, known_len))
+        wanted = Wanted(
+            submission.session_id, submission.epoch, submission.tenant, tokens, known_len, submission.kv_nodes
+        )
+        return self.load(wanted)
 
     def admit(
         self, submission: Submission, compiled: Matcher | StopPatterns | None

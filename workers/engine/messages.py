@@ -28,6 +28,8 @@ class Submission:
     prefix_len: int = 0
     prefix_crc: int = 0
     """CRC-32 of those tokens as the router knows them."""
+    kv_nodes: tuple[str, ...] = ()
+    """Nodes whose KV stores may have copies of the session's KV."""
 
 
 def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) -> None:

@@ -15,10 +15,11 @@ def first_loaded(group: GroupTables, length: int, page_size: int) -> int:
     return max(0, length - group.window) // page_size if group.window else 0
 
 
-def loadable_len(groups: Sequence[GroupTables], present: Sequence[Sequence[bool]], first: int, page_size: int) -> int:
+def loadable_len(groups: Sequence[GroupTables], present: Sequence[Sequence[object]], first: int, page_size: int) -> int:
     """The greatest length from which every group can resume; ``first * page_size`` if that is all there is.
 
-    ``present``: by group, whether there is a copy of column ``first + i``. What comes before is on the device.
+    ``present``: by group, something true where there is a copy of column ``first + i``. What comes before is on the
+    device.
     """
     whole = [_num_in_row(there) for group, there in zip(groups, present, strict=True) if not group.window]
     end = first + min(whole, default=len(present[0]))
@@ -33,12 +34,12 @@ def loadable_len(groups: Sequence[GroupTables], present: Sequence[Sequence[bool]
     return first * page_size
 
 
-def _num_in_row(there: Sequence[bool]) -> int:
+def _num_in_row(there: Sequence[object]) -> int:
     """How many come first."""
     return next((i for i, each in enumerate(there) if not each), len(there))
 
 
-def _rows_before(there: Sequence[bool]) -> list[int]:
+def _rows_before(there: Sequence[object]) -> list[int]:
     """How many in a row end before each position, and at the end."""
     rows = [0]
     for each in there:

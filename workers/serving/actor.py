@@ -76,8 +76,7 @@ class RankActor:
 
         if store is not None and self._store is None:
             self._store = join_store(*store, self._size, self._config.collective_timeout_s)
-        place = f"{ray.util.get_node_ip_address()}/{node[:8]}"
-        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, place)
+        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, _node_name())
         self._server, address = await start_rank(identity, self._config, self._store, self._die)
         # What was loaded stays: looking for garbage among torch's 400,000 objects took 100 ms, in the middle of a step.
         gc.collect()
@@ -108,16 +107,28 @@ class RankActor:
 class KVStoreActor:
     """One node's KV store. Serves until it is stopped or killed."""
 
-    def __init__(self, folder: Path, num_bytes: int, disk: DiskConfig | None) -> None:
-        self._store = KVStore(folder, num_bytes, disk=disk)
+    def __init__(
+        self, folder: Path, num_bytes: int, disk: DiskConfig | None, host: str | None, write_bytes_per_s: float
+    ) -> None:
+        self._store = KVStore(folder, num_bytes, disk=disk, write_bytes_per_s=write_bytes_per_s)
+        self._host = host or ray.util.get_node_ip_address()
 
     async def process(self) -> tuple[int, float]:
         """The process's pid and start time: pids are reused."""
         return os.getpid(), psutil.Process().create_time()
 
-    async def start(self) -> None:
-        """Take the memory, and serve. Raises ConfigError."""
-        await self._store.start()
+    async def start(self) -> tuple[str, str]:
+        """Take the memory, and serve. Returns the node's name, and the address for other nodes. Raises ConfigError."""
+        return _node_name(), await self._store.start(self._host)
+
+    async def set_nodes(self, node: str, addresses: dict[str, str], num_replicas: int) -> None:
+        """See ``Peers``."""
+        await self._store.peers.set_nodes(node, addresses, num_replicas)
 
     async def stop(self) -> None:
         await self._store.stop()
+
+
+def _node_name() -> str:
+    """This node's, as operators see it, and as ranks and stores say where they are."""
+    return f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:8]}"

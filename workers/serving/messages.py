@@ -33,6 +33,7 @@ def submission_of(submit: worker_pb2.Submit) -> Submission:
         prediction=prediction,
         prefix_len=submit.prefix_len,
         prefix_crc=submit.prefix_crc,
+        kv_nodes=tuple(submit.kv_nodes),
     )
 
 

@@ -33,7 +33,8 @@ LOAD_BYTES = 2 * 1024 * 1024
 COPY_BYTES = 2 * 1024 * 1024
 GATHER_S = 0.25
 """Between two looks at what was filled: a request for each page would cost more than the copying."""
-STATS_S = 2.0
+STATS_S, NO_STATS_S = 2.0, 0.2
+"""From one look at the store's figures to the next, while it answers and while it does not."""
 MAX_WAITING = 8192
 """Pages that wait to be copied. When more fill, those that waited longest are not copied: a copy is never owed."""
 
@@ -97,7 +98,7 @@ class PageCopies:
                 self.stats = await self.client.ask(stats=store_pb2.StoreStatsRequest())
             except StoreUnavailable:
                 self.stats = None
-            await asyncio.sleep(STATS_S)
+            await asyncio.sleep(STATS_S if self.stats is not None else NO_STATS_S)
 
     # ---- to the store --------------------------------------------------------------------------------
 
@@ -193,12 +194,11 @@ class PageCopies:
         Raises MigrationRefused if a copy is not there or is damaged, or a turn or a release came first.
         """
         parts = [store_pb2.KeysOfGroup(group=group, keys=keys) for group, keys in enumerate(request.keys)]
-        pin = store_pb2.PinCopies(groups=parts, session_id=request.session_id)
-        pinned = await self.client.ask(pin=pin)
+        pinned = await self._pin_all(request, parts)
         arena, damaged = self.client.arena, list[store_pb2.KeysOfGroup]()
         num_bytes = 0
         try:
-            if arena is None or any(offset < 0 for places in pinned.groups for offset in places.offsets):
+            if arena is None or not _has_all(pinned):
                 raise MigrationRefused("not all copies are in this node's KV store")
             for part, places, columns in zip(parts, pinned.groups, request.columns, strict=True):
                 found = list(zip(unpack_tokens(columns), places.offsets, places.crcs, strict=True))
@@ -207,6 +207,20 @@ class PageCopies:
             unpin = store_pb2.UnpinCopies(pin=pinned.pin, damaged=damaged)
             await self.client.ask(unpin=unpin)
         return num_bytes
+
+    async def _pin_all(
+        self, request: rank_pb2.FetchRequest, parts: Sequence[store_pb2.KeysOfGroup]
+    ) -> store_pb2.Pinned:
+        """Pin copies. Those that are not in memory are brought there first."""
+        pin = store_pb2.PinCopies(groups=parts, session_id=request.session_id)
+        pinned: store_pb2.Pinned = await self.client.ask(pin=pin)
+        if _has_all(pinned):
+            return pinned
+        await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+        wanted = store_pb2.WantedCopies(groups=parts, session_id=request.session_id, nodes=request.kv_nodes)
+        await self.client.bring(wanted, request.timeout_s)
+        pinned = await self.client.ask(pin=pin)
+        return pinned
 
     async def _load_group(
         self,
@@ -238,6 +252,10 @@ class PageCopies:
             for look in looks:
                 look.cancel()
         return len(found) * size
+
+
+def _has_all(pinned: store_pb2.Pinned) -> bool:
+    return all(offset >= 0 for places in pinned.groups for offset in places.offsets)
 
 
 def _look(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> tuple[list[memoryview], list[int]]:

@@ -26,6 +26,7 @@ from workers.serving.results import result_of
 log = logging.getLogger("holdfast.store")
 TIMEOUT_S = 10.0
 """A turn that waits longer is computed."""
+NAMES: dict[int, str] = {store_pb2.TIER_MEMORY: "memory", store_pb2.TIER_DISK: "disk", store_pb2.TIER_PEER: "peers"}
 
 
 class TurnLoads:
@@ -35,7 +36,8 @@ class TurnLoads:
         self._leader, self._links, self._copies = leader, links, copies
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._bandwidth = Bandwidth(leader)
+        self._bandwidths = {tier: Bandwidth(leader) for tier in NAMES}
+        """Of the slowest tier that a load needs."""
         self.counters: Counter[str] = Counter()
         leader.admission.load = self.load
 
@@ -75,31 +77,33 @@ class TurnLoads:
         # The last token is always computed: its logits start the output.
         digests = (await asyncio.to_thread(page_digests, wanted.tenant, wanted.tokens[:-1], size))[first:]
         keys = [store_pb2.KeysOfGroup(group=group.index, keys=b"".join(digests)) for group in groups]
-        pin = store_pb2.PinCopies(groups=keys, session_id=wanted.session_id)
-        pinned = await client.ask(pin=pin)
-        try:
-            present = [[offset >= 0 for offset in places.offsets] for places in pinned.groups]
-            reached = loadable_len(groups, present, first, size)
-            if reached - wanted.known_len >= MIN_LOAD_TOKENS:
-                columns = [list(range(max(first, first_loaded(g, reached, size)), reached // size)) for g in groups]
-                stored = ExportedKV(wanted.tenant, wanted.tokens[:reached], reached, (), columns)
-                await self._load_into(wanted, stored, digests, first)
-        finally:
-            await client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+        tiers = await client.find(store_pb2.WantedCopies(groups=keys, nodes=wanted.kv_nodes))
+        reached = loadable_len(groups, tiers, first, size)
+        if reached - wanted.known_len < MIN_LOAD_TOKENS:
+            return
+        columns = [list(range(max(first, first_loaded(g, reached, size)), reached // size)) for g in groups]
+        found = Counter(part[column - first] for part, c in zip(tiers, columns, strict=True) for column in c)
+        stored = ExportedKV(wanted.tenant, wanted.tokens[:reached], reached, (), columns)
+        await self._load_into(wanted, stored, digests, first, self._bandwidths[max(found)])
+        for tier, num_pages in found.items():
+            self.counters[f"kv_pages_from_{NAMES[tier]}"] += num_pages
 
-    async def _load_into(self, wanted: Wanted, stored: ExportedKV, digests: list[bytes], first: int) -> None:
+    async def _load_into(
+        self, wanted: Wanted, stored: ExportedKV, digests: list[bytes], first: int, bandwidth: Bandwidth
+    ) -> None:
         migrations, session_id = self._leader.migrations, wanted.session_id
         transfer_id, began = f"load/{uuid.uuid4().hex}", time.monotonic()
         begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
         try:
             pending = await result_of(begun)
-            self._bandwidth.refuse_slow(pending)
+            bandwidth.refuse_slow(pending)
             request = rank_pb2.FetchRequest(
                 session_id=session_id,
                 transfer_id=transfer_id,
                 columns=[pack_tokens(array("i", part)) for part in pending.columns],
                 keys=[b"".join(digests[column - first] for column in part) for part in pending.columns],
                 timeout_s=TIMEOUT_S,
+                kv_nodes=wanted.kv_nodes,
             )
             followers = [self._links.fetch(rank, request) for rank in range(1, self._leader.rank.shard.size)]
             num_bytes = sum(await asyncio.gather(self._copies.load(request), *followers))
@@ -107,6 +111,6 @@ class TurnLoads:
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
-        self._bandwidth.measured(num_bytes, time.monotonic() - began)
+        bandwidth.measured(num_bytes, time.monotonic() - began)
         self.counters["kv_loads"] += 1
         self.counters["kv_tokens_loaded"] += reached - pending.cached_len

@@ -334,6 +334,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     bytes_used=stats.bytes_used,
                     copies=stats.copies,
                     waiting=self._copies.num_waiting,
+                    replicas=stats.replicas,
                 )
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,

@@ -34,6 +34,7 @@ class StoreClient:
         self.arena: memoryview | None = None
         """The store's memory, while there is one. Views of a former store's stay valid."""
         self._call: Any = None
+        self._stub: Any = None
         self._lock = asyncio.Lock()
         self._lost = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._stay_connected())
@@ -49,6 +50,27 @@ class StoreClient:
             if call is None:
                 raise StoreUnavailable("the node's KV store is not there")
             return await self._exchange(call, store_pb2.StoreRequest(**request))
+
+    async def find(self, wanted: store_pb2.WantedCopies) -> list[bytes]:
+        """A Tier for each key, by group. Raises StoreUnavailable."""
+        return list((await self._call_once("Find", wanted, TIMEOUT_S, is_lost=True)).tiers)
+
+    async def bring(self, wanted: store_pb2.WantedCopies, timeout_s: float) -> None:
+        """Have copies brought into memory, as far as there are. Raises StoreUnavailable."""
+        await self._call_once("Bring", wanted, timeout_s, is_lost=False)
+
+    async def _call_once(self, method: str, wanted: store_pb2.WantedCopies, timeout_s: float, *, is_lost: bool) -> Any:
+        """``is_lost``: whether a store that does not answer in time is taken for dead."""
+        call = self._call
+        if call is None:
+            raise StoreUnavailable("the node's KV store is not there")
+        wanted.space = self._space
+        try:
+            return await getattr(self._stub, method)(wanted, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if is_lost or error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._lose(call)
+            raise StoreUnavailable(f"the node's KV store does not answer: {error.code().name}") from None
 
     async def _exchange(self, call: Any, request: store_pb2.StoreRequest) -> Any:
         answer: Any = grpc.aio.EOF
@@ -70,24 +92,25 @@ class StoreClient:
     def _lose(self, call: Any) -> None:
         call.cancel()
         if call is self._call:
-            self._call, self.arena = None, None
+            self._call, self._stub, self.arena = None, None, None
             self._lost.set()
 
     async def _stay_connected(self) -> None:
         while True:
             channel = grpc.aio.insecure_channel(socket_of(self._folder), options=CHANNEL_OPTIONS)
             try:
-                call = store_pb2_grpc.KVStoreServiceStub(channel).Use()
+                stub = store_pb2_grpc.KVStoreServiceStub(channel)
+                call = stub.Use()
                 arena = await self._exchange(call, store_pb2.StoreRequest(open=store_pb2.OpenArena(space=self._space)))
                 self._map(arena)
                 self._lost.clear()
-                self._call = call
+                self._call, self._stub = call, stub
                 await self._lost.wait()
                 log.warning("the node's KV store is gone; nothing is copied until it is back")
             except (StoreUnavailable, OSError):
                 pass
             finally:
-                self._call, self.arena = None, None
+                self._call, self._stub, self.arena = None, None, None
                 with contextlib.suppress(Exception):
                     await channel.close()
             await asyncio.sleep(RETRY_S)

@@ -8,7 +8,7 @@ copy on: without the first of them the others are of no use.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 SLAB_BYTES = 16 * 1024 * 1024
@@ -32,6 +32,8 @@ class Copy:
     crc: int | None = None
     """CRC-32 of its bytes; None: not complete."""
     is_shared: bool = False
+    is_replica: bool = False
+    """Of another node's copy, and not used here yet: that node sees to it that there are enough."""
     num_pins: int = 0
     is_gone: bool = False
     """It cannot be found any more. Its room is free when nobody reads or writes it."""
@@ -59,7 +61,16 @@ class CopyIndex:
         self.counters: Counter[str] = Counter()
 
     def __contains__(self, key: bytes) -> bool:
+        """Also while it is written."""
         return key in self._copies
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(list(self._copies.values()))
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a complete copy."""
+        copy = self._copies.get(key)
+        return copy is not None and copy.crc is not None
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -128,7 +139,11 @@ class CopyIndex:
 
     def release(self, owner: str) -> int:
         """Drop what only this session has used. Returns how many copies."""
-        return self.drop([copy for copy in self._by_owner.get(owner, {}).values() if not copy.is_shared])
+        return self.drop([copy for copy in self.owned(owner) if not copy.is_shared])
+
+    def owned(self, owner: str) -> list[Copy]:
+        """What was made for a session."""
+        return list(self._by_owner.get(owner, {}).values())
 
     def owners(self) -> list[str]:
         """The sessions that copies were made for."""

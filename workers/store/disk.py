@@ -22,7 +22,7 @@ MAX_WAITING = 65_536
 ERROR_PAUSE_S = 5.0
 """After a disk failed, copies of this time are not written."""
 READ_TOGETHER = 32
-MAX_READ_S = 1.0
+MAX_READ_S = 5.0
 """Of one request: what is not read by then is computed."""
 
 
@@ -45,6 +45,9 @@ class DiskTier:
         self._changed = asyncio.Event()
         self._resumes_at = 0.0
         self._task = asyncio.get_running_loop().create_task(self._write())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._segments
 
     @property
     def counters(self) -> Counter[str]:

@@ -17,13 +17,15 @@ import grpc
 from holdfast.errors import ConfigError
 from holdfast.v1 import store_pb2, store_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
-from workers.store.copies import NOBODY, SLAB_BYTES, Copy, CopyIndex
+from workers.store.contents import Contents
+from workers.store.copies import SLAB_BYTES, Copy, CopyIndex
 from workers.store.disk import DiskTier
 from workers.store.folders import ARENA
+from workers.store.peer_server import PeerServer, keys_of
+from workers.store.peers import Peers
 from workers.store.segments import SEGMENT_BYTES
 
 log = logging.getLogger("holdfast.store")
-KEY_BYTES = 16
 SOCKET = "socket"
 NOT_THERE = -1
 
@@ -52,54 +54,82 @@ class _User:
 
 
 class KVStore(store_pb2_grpc.KVStoreServiceServicer):
-    """One node's store. ``folder``: of its own, in memory (``/dev/shm``), on a path that all ranks of the node know."""
+    """One node's store. ``folder``: of its own, in memory (``/dev/shm``), on a path that all ranks of the node know.
+
+    ``write_bytes_per_s``: what the copying to one other node may take of the network.
+    """
 
     def __init__(
-        self, folder: Path, num_bytes: int, slab_bytes: int = SLAB_BYTES, *, disk: DiskConfig | None = None
+        self,
+        folder: Path,
+        num_bytes: int,
+        slab_bytes: int = SLAB_BYTES,
+        *,
+        disk: DiskConfig | None = None,
+        write_bytes_per_s: float = 1e9,
     ) -> None:
-        self._folder, self._num_bytes, self._disk_config = folder, num_bytes, disk
-        self._disk: DiskTier | None = None
-        self._copies = CopyIndex(num_bytes, slab_bytes)
+        self._folder, self._num_bytes, self._slab_bytes = folder, num_bytes, slab_bytes
+        self._disk_config, self._write_bytes_per_s = disk, write_bytes_per_s
+        self.contents: Contents
+        self.peers: Peers
         self._numbers = count(1)
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
 
-    async def start(self) -> None:
-        """Take the arena's memory and serve. What a former store left is removed. Raises ConfigError."""
+    async def start(self, host: str | None = None) -> str:
+        """Take the arena's memory and serve. What a former store left is removed.
+
+        ``host``: where other nodes reach this store; returns its address there, or nothing. Raises ConfigError.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
         # Ranks that still map a former arena must not see this one there.
         self._arena = self._folder / f"{ARENA}{os.getpid()}"
         try:
-            with self._arena.open("wb") as file:
+            with self._arena.open("w+b") as file:
                 # Taken now: a rank that wrote to memory that is not there would be killed.
-                os.posix_fallocate(file.fileno(), 0, max(1, self._num_bytes))
+                os.posix_fallocate(file.fileno(), 0, self._num_bytes)
+                arena = memoryview(mmap.mmap(file.fileno(), self._num_bytes))
         except OSError as error:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise ConfigError(
                 f"hicache_size: {self._num_bytes} bytes do not fit in {self._folder.parent}: {error.strerror}"
             ) from None
-        if self._disk_config is not None:
-            self._disk = self._open_disk(self._disk_config)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        store_pb2_grpc.add_KVStoreServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(socket_of(self._folder))
-        await self._server.start()
+        self._open(arena)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        store_pb2_grpc.add_KVStoreServiceServicer_to_server(self, server)
+        server.add_insecure_port(socket_of(self._folder))
+        await self._serve(server)
+        return await self._serve_peers(host) if host is not None else ""
 
-    def _open_disk(self, disk: DiskConfig) -> DiskTier:
-        with self._arena.open("r+b") as file:
-            arena = memoryview(mmap.mmap(file.fileno(), self._num_bytes))
-        try:
-            return DiskTier(disk.folder, disk.num_bytes, self._copies, arena, disk.segment_bytes)
-        except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise ConfigError(f"kv_disk_path: cannot use {disk.folder}: {error.strerror or error}") from None
+    def _open(self, arena: memoryview) -> None:
+        copies, given, disk = CopyIndex(self._num_bytes, self._slab_bytes), self._disk_config, None
+        if given is not None:
+            try:
+                disk = DiskTier(given.folder, given.num_bytes, copies, arena, given.segment_bytes)
+            except OSError as error:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise ConfigError(f"kv_disk_path: cannot use {given.folder}: {error.strerror or error}") from None
+        self.contents = Contents(copies, arena, disk)
+        self.peers = Peers(self.contents, self._write_bytes_per_s)
+
+    async def _serve_peers(self, host: str) -> str:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        store_pb2_grpc.add_KVStorePeerServiceServicer_to_server(PeerServer(self.contents), server)
+        port = server.add_insecure_port(f"{host}:0")
+        await self._serve(server)
+        return f"{host}:{port}"
+
+    async def _serve(self, server: grpc.aio.Server) -> None:
+        await server.start()
+        self._servers.append(server)
 
     async def stop(self) -> None:
-        """End the server, and remove the arena."""
-        if self._server is not None:
-            await self._server.stop(grace=None)
-        if self._disk is not None:
-            await self._disk.stop()
+        """End the servers, and remove the arena."""
+        for server in self._servers:
+            await server.stop(grace=None)
+        if self._servers:
+            await self.peers.stop()
+            await self.contents.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._folder.parent.rmdir()  # if this was the cluster's last store here
@@ -113,14 +143,14 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
                 yield await self._answer(user, request)
         finally:
             for copy in user.reserved.values():
-                self._copies.abandon(copy)
+                self.contents.copies.abandon(copy)
             for pinned in user.pins.values():
                 self._unpin(pinned)
 
     async def _answer(self, user: _User, request: store_pb2.StoreRequest) -> store_pb2.StoreResponse:
         match request.WhichOneof("request"):
             case "open":
-                user.space = request.open.space.encode() + b"\0"
+                user.space = _space(request.open.space)
                 arena = store_pb2.Arena(path=str(self._arena), size=self._num_bytes)
                 return store_pb2.StoreResponse(arena=arena)
             case "reserve":
@@ -128,28 +158,56 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
             case "complete":
                 return store_pb2.StoreResponse(completed=self._complete(user, request.complete))
             case "pin":
-                return store_pb2.StoreResponse(pinned=await self._pin(user, request.pin))
+                return store_pb2.StoreResponse(pinned=self._pin(user, request.pin))
             case "unpin":
                 pinned = user.pins.pop(request.unpin.pin, [])
-                damaged = {key for part in request.unpin.damaged for key in _keys(user, part.group, part.keys)}
-                self._copies.counters["damaged"] += self._copies.drop(c for c in pinned if c.key in damaged)
+                damaged = {key for part in request.unpin.damaged for key in _keys(user.space, part)}
+                copies = self.contents.copies
+                copies.counters["damaged"] += copies.drop(c for c in pinned if c.key in damaged)
                 self._unpin(pinned)
                 return store_pb2.StoreResponse(unpinned=store_pb2.Unpinned())
             case "release":
-                num_dropped = await self._release(request.release.session_id)
+                num_dropped = await self.contents.release(request.release.session_id)
+                self.peers.release(request.release.session_id)
                 return store_pb2.StoreResponse(released=store_pb2.Released(copies=num_dropped))
             case "owners":
-                owners = self._copies.owners()
-                if self._disk is not None:
-                    owners = sorted({*owners, *await self._disk.owners()} - {NOBODY})
+                owners = await self.contents.owners()
                 return store_pb2.StoreResponse(owners=store_pb2.Owners(session_ids=owners))
             case _:
                 return store_pb2.StoreResponse(stats=self._stats())
 
+    async def Find(self, request: store_pb2.WantedCopies, context: grpc.aio.ServicerContext) -> store_pb2.FoundCopies:
+        space = _space(request.space)
+        keys = [_keys(space, part) for part in request.groups]
+        tiers = [self.contents.tiers(part) for part in keys]
+        missing = [
+            key
+            for part, where in zip(keys, tiers, strict=True)
+            for key, tier in zip(part, where, strict=True)
+            if not tier
+        ]
+        found = await self.peers.find(request.nodes, missing) if missing else ()
+        for part, where in zip(keys, tiers, strict=True):
+            where[:] = [
+                tier or (store_pb2.TIER_PEER if key in found else 0) for key, tier in zip(part, where, strict=True)
+            ]
+        return store_pb2.FoundCopies(tiers=[bytes(where) for where in tiers])
+
+    async def Bring(
+        self, request: store_pb2.WantedCopies, context: grpc.aio.ServicerContext
+    ) -> store_pb2.BroughtCopies:
+        space, copies = _space(request.space), self.contents.copies
+        keys = [key for part in request.groups for key in _keys(space, part) if not copies.has(key)]
+        await self.contents.bring(keys, request.session_id)
+        missing = [key for key in keys if not copies.has(key)]
+        if missing:
+            await self.peers.fetch(request.nodes, missing, request.session_id)
+        return store_pb2.BroughtCopies(copies=sum(copies.has(key) for key in keys))
+
     def _reserve(self, user: _User, request: store_pb2.ReserveCopies) -> store_pb2.Reserved:
         offsets = []
-        for key, owner in zip(_keys(user, request.group, request.keys), request.session_ids, strict=True):
-            copy = self._copies.reserve(key, request.page_bytes, owner)
+        for key, owner in zip(_keys(user.space, request), request.session_ids, strict=True):
+            copy = self.contents.copies.reserve(key, request.page_bytes, owner)
             if copy is not None:
                 user.reserved[key] = copy
             offsets.append(copy.offset if copy is not None else NOT_THERE)
@@ -157,55 +215,53 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
 
     def _complete(self, user: _User, request: store_pb2.CompleteCopies) -> store_pb2.Completed:
         num_complete = 0
-        keys = _keys(user, request.group, request.keys)
-        for key, crc, written in zip(keys, request.crcs, request.written, strict=True):
+        for key, crc, written in zip(_keys(user.space, request), request.crcs, request.written, strict=True):
             copy = user.reserved.pop(key)
             if written:
-                self._copies.complete(copy, crc)
+                self.contents.complete(copy, crc)
+                self.peers.add(copy)
                 num_complete += 1
-                if self._disk is not None:
-                    self._disk.add(copy)
             else:
-                self._copies.abandon(copy)
+                self.contents.copies.abandon(copy)
         return store_pb2.Completed(copies=num_complete)
 
-    async def _release(self, session: str) -> int:
-        num_dropped = self._copies.release(session) if session else self._copies.flush()
-        if self._disk is not None:
-            await (self._disk.release(session) if session else self._disk.flush())
-        return num_dropped
-
-    async def _pin(self, user: _User, request: store_pb2.PinCopies) -> store_pb2.Pinned:
-        if self._disk is not None:
-            for part in request.groups:
-                await self._disk.bring(_keys(user, part.group, part.keys), request.session_id)
-        owner, groups = request.session_id, []
-        pinned: list[Copy] = []
+    def _pin(self, user: _User, request: store_pb2.PinCopies) -> store_pb2.Pinned:
+        groups, pinned = [], list[Copy]()
         for part in request.groups:
-            found = [self._copies.pin(key, owner) for key in _keys(user, part.group, part.keys)]
+            found = [self.contents.copies.pin(key, request.session_id) for key in _keys(user.space, part)]
             pinned += [copy for copy in found if copy is not None]
             offsets = [copy.offset if copy is not None else NOT_THERE for copy in found]
             crcs = [copy.crc or 0 if copy is not None else 0 for copy in found]
             groups.append(store_pb2.PlacesOfGroup(offsets=offsets, crcs=crcs))
+        for copy in pinned:
+            if copy.is_replica:
+                self.peers.add(copy)
         number = next(self._numbers)
         user.pins[number] = pinned
         return store_pb2.Pinned(pin=number, groups=groups)
 
     def _unpin(self, pinned: Sequence[Copy]) -> None:
         for copy in pinned:
-            self._copies.unpin(copy)
+            self.contents.copies.unpin(copy)
 
     def _stats(self) -> store_pb2.StoreStats:
-        index, disk = self._copies, self._disk
+        copies, disk = self.contents.copies, self.contents.disk
         return store_pb2.StoreStats(
             bytes_total=self._num_bytes,
-            bytes_used=index.num_bytes_used,
-            copies=len(index),
-            counters=index.counters + disk.counters if disk is not None else index.counters,
+            bytes_used=copies.num_bytes_used,
+            copies=len(copies),
+            counters=self.contents.counters + self.peers.counters,
             disk_bytes_used=disk.num_bytes_used if disk is not None else 0,
+            node=self.peers.node,
+            replicas=self.peers.replicas,
         )
 
 
-def _keys(user: _User, group: int, packed: bytes) -> list[bytes]:
-    prefix = user.space + bytes([group])
-    return [prefix + packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+def _space(name: str) -> bytes:
+    return name.encode() + b"\0"
+
+
+def _keys(
+    space: bytes, part: store_pb2.KeysOfGroup | store_pb2.ReserveCopies | store_pb2.CompleteCopies
+) -> list[bytes]:
+    return keys_of(store_pb2.KeysOfPrefix(prefix=space + bytes([part.group]), keys=part.keys))

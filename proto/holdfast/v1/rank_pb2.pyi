@@ -238,20 +238,22 @@ class PagesFreed(_message.Message):
     def __init__(self, by_group: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("session_id", "transfer_id", "address", "columns", "timeout_s", "keys")
+    __slots__ = ("session_id", "transfer_id", "address", "columns", "timeout_s", "keys", "kv_nodes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    KV_NODES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     transfer_id: str
     address: str
     columns: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_s: float
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., columns: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    kv_nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., columns: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ..., kv_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("bytes",)

@@ -1,10 +1,22 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_NONE: _ClassVar[Tier]
+    TIER_MEMORY: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+    TIER_PEER: _ClassVar[Tier]
+TIER_NONE: Tier
+TIER_MEMORY: Tier
+TIER_DISK: Tier
+TIER_PEER: Tier
 
 class StoreRequest(_message.Message):
     __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats", "owners")
@@ -162,12 +174,70 @@ class Owners(_message.Message):
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class WantedCopies(_message.Message):
+    __slots__ = ("space", "groups", "session_id", "nodes")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    groups: _containers.RepeatedCompositeFieldContainer[KeysOfGroup]
+    session_id: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, space: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[KeysOfGroup, _Mapping]]] = ..., session_id: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FoundCopies(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tiers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BroughtCopies(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
+class KeysOfPrefix(_message.Message):
+    __slots__ = ("prefix", "keys")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    prefix: bytes
+    keys: bytes
+    def __init__(self, prefix: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class PeerKeys(_message.Message):
+    __slots__ = ("parts", "session_id")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[KeysOfPrefix]
+    session_id: str
+    def __init__(self, parts: _Optional[_Iterable[_Union[KeysOfPrefix, _Mapping]]] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class PeerCopies(_message.Message):
+    __slots__ = ("keys", "session_ids", "crcs", "data")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CRCS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    keys: KeysOfPrefix
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    crcs: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, keys: _Optional[_Union[KeysOfPrefix, _Mapping]] = ..., session_ids: _Optional[_Iterable[str]] = ..., crcs: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutCopies(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
 class StoreStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("bytes_total", "bytes_used", "copies", "counters", "disk_bytes_used")
+    __slots__ = ("bytes_total", "bytes_used", "copies", "counters", "disk_bytes_used", "node", "replicas")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -180,9 +250,13 @@ class StoreStats(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     bytes_total: int
     bytes_used: int
     copies: int
     counters: _containers.ScalarMap[str, int]
     disk_bytes_used: int
-    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., disk_bytes_used: _Optional[int] = ...) -> None: ...
+    node: str
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., disk_bytes_used: _Optional[int] = ..., node: _Optional[str] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...

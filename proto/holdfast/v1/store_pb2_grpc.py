@@ -41,6 +41,16 @@ class KVStoreServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_store__pb2.StoreRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_store__pb2.StoreResponse.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/holdfast.v1.KVStoreService/Find',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.WantedCopies.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.FoundCopies.FromString,
+                _registered_method=True)
+        self.Bring = channel.unary_unary(
+                '/holdfast.v1.KVStoreService/Bring',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.WantedCopies.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.BroughtCopies.FromString,
+                _registered_method=True)
 
 
 class KVStoreServiceServicer(object):
@@ -55,6 +65,21 @@ class KVStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Find(self, request, context):
+        """Which copies there are, and where: all of a session's in one request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Bring(self, request, context):
+        """Brings copies into this node's memory, from its disk and from other nodes. Answers when all are there, or
+        what there is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +87,16 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     servicer.Use,
                     request_deserializer=holdfast_dot_v1_dot_store__pb2.StoreRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_store__pb2.StoreResponse.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.WantedCopies.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.FoundCopies.SerializeToString,
+            ),
+            'Bring': grpc.unary_unary_rpc_method_handler(
+                    servicer.Bring,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.WantedCopies.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.BroughtCopies.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +128,267 @@ class KVStoreService(object):
             '/holdfast.v1.KVStoreService/Use',
             holdfast_dot_v1_dot_store__pb2.StoreRequest.SerializeToString,
             holdfast_dot_v1_dot_store__pb2.StoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.KVStoreService/Find',
+            holdfast_dot_v1_dot_store__pb2.WantedCopies.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.FoundCopies.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Bring(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.KVStoreService/Bring',
+            holdfast_dot_v1_dot_store__pb2.WantedCopies.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.BroughtCopies.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class KVStorePeerServiceStub(object):
+    """A node's KV store, for the stores of other nodes: each copies its pages to some of them, and reads there what
+    its ranks want. Keys are whole here: of a space, a group and a page.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Find = channel.unary_unary(
+                '/holdfast.v1.KVStorePeerService/Find',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.PeerKeys.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.FoundCopies.FromString,
+                _registered_method=True)
+        self.Put = channel.unary_unary(
+                '/holdfast.v1.KVStorePeerService/Put',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.PeerCopies.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.PutCopies.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/holdfast.v1.KVStorePeerService/Fetch',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.PeerKeys.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.PeerCopies.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/holdfast.v1.KVStorePeerService/Release',
+                request_serializer=holdfast_dot_v1_dot_store__pb2.ReleaseCopies.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_store__pb2.Released.FromString,
+                _registered_method=True)
+
+
+class KVStorePeerServiceServicer(object):
+    """A node's KV store, for the stores of other nodes: each copies its pages to some of them, and reads there what
+    its ranks want. Keys are whole here: of a space, a group and a page.
+    """
+
+    def Find(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Put(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KVStorePeerServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.PeerKeys.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.FoundCopies.SerializeToString,
+            ),
+            'Put': grpc.unary_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.PeerCopies.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.PutCopies.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.PeerKeys.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.PeerCopies.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=holdfast_dot_v1_dot_store__pb2.ReleaseCopies.FromString,
+                    response_serializer=holdfast_dot_v1_dot_store__pb2.Released.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'holdfast.v1.KVStorePeerService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('holdfast.v1.KVStorePeerService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KVStorePeerService(object):
+    """A node's KV store, for the stores of other nodes: each copies its pages to some of them, and reads there what
+    its ranks want. Keys are whole here: of a space, a group and a page.
+    """
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.KVStorePeerService/Find',
+            holdfast_dot_v1_dot_store__pb2.PeerKeys.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.FoundCopies.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Put(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.KVStorePeerService/Put',
+            holdfast_dot_v1_dot_store__pb2.PeerCopies.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.PutCopies.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/holdfast.v1.KVStorePeerService/Fetch',
+            holdfast_dot_v1_dot_store__pb2.PeerKeys.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.PeerCopies.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.KVStorePeerService/Release',
+            holdfast_dot_v1_dot_store__pb2.ReleaseCopies.SerializeToString,
+            holdfast_dot_v1_dot_store__pb2.Released.FromString,
             options,
             channel_credentials,
             insecure,

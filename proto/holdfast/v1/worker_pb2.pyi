@@ -26,7 +26,7 @@ class RouterMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("turn_id", "session_id", "tenant", "epoch", "tokens", "prefix_len", "prefix_crc", "prompt_len", "sampling", "ephemeral")
+    __slots__ = ("turn_id", "session_id", "tenant", "epoch", "tokens", "prefix_len", "prefix_crc", "prompt_len", "sampling", "ephemeral", "kv_nodes")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Submit(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    KV_NODES_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     session_id: str
     tenant: str
@@ -47,7 +48,8 @@ class Submit(_message.Message):
     prompt_len: int
     sampling: _session_pb2.Sampling
     ephemeral: bool
-    def __init__(self, turn_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prefix_len: _Optional[int] = ..., prefix_crc: _Optional[int] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_session_pb2.Sampling, _Mapping]] = ..., ephemeral: bool = ...) -> None: ...
+    kv_nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, turn_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prefix_len: _Optional[int] = ..., prefix_crc: _Optional[int] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_session_pb2.Sampling, _Mapping]] = ..., ephemeral: bool = ..., kv_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("turn_id",)
@@ -279,16 +281,18 @@ class WorkerStats(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ..., paused: bool = ..., kv_store: _Optional[_Union[KVStoreStats, _Mapping]] = ...) -> None: ...
 
 class KVStoreStats(_message.Message):
-    __slots__ = ("bytes_total", "bytes_used", "copies", "waiting")
+    __slots__ = ("bytes_total", "bytes_used", "copies", "waiting", "replicas")
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     bytes_total: int
     bytes_used: int
     copies: int
     waiting: int
-    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., waiting: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankStats(_message.Message):
     __slots__ = ("rank", "pid", "node", "log_index", "lag")
