@@ -25,7 +25,8 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     if not as_json and stores:
         columns = {"worker_id": "worker", "bytes_total": "KV store bytes", "bytes_used": "used", "copies": "copies"}
         rows = [{"worker_id": worker["worker_id"]} | worker["kv_store"] for worker in stores]
-        print_rows(rows, columns | {"waiting": "pages to copy"}, as_json)
+        columns |= {"disk_bytes_used": "on disk", "replicas": "also on", "waiting": "pages to copy"}
+        print_rows(rows, columns, as_json)
     if not as_json and any(len(worker["ranks"]) > 1 for worker in workers):
         columns = {"worker_id": "worker", "rank": "rank", "pid": "pid", "node": "node"}
         columns |= {"log_index": "log index", "lag": "lag"}

@@ -31,10 +31,13 @@ class WorkerCollector(Collector):
         retracted = CounterMetricFamily("holdfast_worker_retracted", "Turns retracted for pages", labels=["worker"])
         counters = CounterMetricFamily("holdfast_worker_events", "Counts of the engine", labels=["worker", "event"])
         store_bytes = GaugeMetricFamily(
-            "holdfast_kv_store_bytes", "Memory of the KV store of a worker's node", labels=["worker", "state"]
+            "holdfast_kv_store_bytes", "Memory and disk of the KV store of a worker's node", labels=["worker", "state"]
         )
         store_copies = GaugeMetricFamily(
             "holdfast_kv_store_copies", "Copies of pages in the KV store of a worker's node", labels=["worker"]
+        )
+        store_events = CounterMetricFamily(
+            "holdfast_kv_store_events", "Counts of the KV store of a worker's node", labels=["worker", "event"]
         )
         lag = GaugeMetricFamily(
             "holdfast_rank_lag_entries", "Entries of the step log sent and not acked", labels=["worker", "rank"]
@@ -51,7 +54,10 @@ class WorkerCollector(Collector):
             if s.HasField("kv_store"):
                 store_bytes.add_metric([s.worker_id, "total"], s.kv_store.bytes_total)
                 store_bytes.add_metric([s.worker_id, "used"], s.kv_store.bytes_used)
+                store_bytes.add_metric([s.worker_id, "on_disk"], s.kv_store.disk_bytes_used)
+                for event, count in s.kv_store.counters.items():
+                    store_events.add_metric([s.worker_id, event], count)
                 store_copies.add_metric([s.worker_id], s.kv_store.copies)
             for rank in s.ranks:
                 lag.add_metric([s.worker_id, str(rank.rank)], rank.lag)
-        yield from (pages, *gauges.values(), retracted, counters, store_bytes, store_copies, lag)
+        yield from (pages, *gauges.values(), retracted, counters, store_bytes, store_copies, store_events, lag)

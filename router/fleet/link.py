@@ -41,7 +41,7 @@ class WorkerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where copies of a worker's KV are, if its nodes have KV stores: there, and where its leader's node copies them."""
+    """Where copies of a worker's KV are, if its nodes have KV stores: on these, and on those that they copy to."""
 
     nodes: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()

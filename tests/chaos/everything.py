@@ -37,6 +37,7 @@ REDIS_DOWN_S = 1.0
 CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 RANKS_A_NODE = 2
+STORE_GB = 0.05
 LOGS = ("*/node.log", "*/session_*_*/logs/worker-*.err")
 LOG_SHOWN = 2000
 """Characters at the end of each log that are printed when something went wrong."""
@@ -136,7 +137,7 @@ async def _play(
     hosts_in_turn = cycle([node.host for node in nodes if node.host is not None])
     if nodes[0].host is not None:
         others += [(f"a node is cut off for {s} s", partial(cut_off, hosts_in_turn, s)) for s in CUTS_S]
-    given = {"workers": 2, "tp": 2, "routers": 2, "speculative_algorithm": "NGRAM"}
+    given = {"workers": 2, "tp": 2, "routers": 2, "speculative_algorithm": "NGRAM", "hicache_size": STORE_GB}
     config = Config(port=0, grpc_port=0, device="cpu", address=ray_address, **given)
     config = config.model_copy(update={"journal_url": redis.url, "rank_lease_s": 3.0})
     cluster = Cluster(config)

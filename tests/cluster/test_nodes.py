@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 from ray.exceptions import RayActorError
@@ -22,6 +24,7 @@ from holdfast.v1 import session_pb2_grpc
 from tests.waiting import until
 
 START_DEADLINE_S = 90.0
+LONG = " ".join(f"line {i} of a long text;" for i in range(80))
 
 
 @asynccontextmanager
@@ -51,6 +54,30 @@ async def tokens_of(
             act()
     assert len(tokens) == 60
     return tokens
+
+
+async def says(stub: session_pb2_grpc.SessionServiceStub, session: str, text: str) -> str:
+    sampling = pb.Sampling(temperature=0, max_tokens=8, ignore_eos=True)
+    request = pb.GenerateRequest(session_id=session, text=text, sampling=sampling)
+    return "".join([answer.text async for answer in stub.Generate(request)])
+
+
+async def idle_session_on(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, worker: Any) -> tuple[str, str]:
+    """A session with a long history, and that history."""
+    for i in range(20):
+        text = f"{i} {LONG}"
+        text += await says(stub, f"idle-{i}", text)
+        if await worker_of(cluster, stub, f"idle-{i}") is worker:
+            return f"idle-{i}", text
+    raise AssertionError(f"no session was placed on {worker.name}")
+
+
+def events(cluster: Cluster, worker: Any) -> Counter[str]:
+    """What the worker's engine and its node's KV store did."""
+    rows = httpx.get(f"{cluster.url}/holdfast/workers", timeout=20).json()
+    row = next(row for row in rows if row["worker_id"] == worker.name)
+    counts = row["counters"] | (row.get("kv_store") or {}).get("counters", {})
+    return Counter({name: int(count) for name, count in counts.items()})
 
 
 async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, session: str) -> Any:
@@ -136,7 +163,7 @@ async def test_a_fresh_cluster_is_fresh_beside_another_one(tmp_path: Path) -> No
 async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) -> None:
     nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     first, _ = (nodes.add_node(num_cpus=2) for _ in range(2))
-    settings = config(tmp_path, workers=2, tp=2, address=nodes.address, rank_lease_s=4.0)
+    settings = config(tmp_path, workers=2, tp=2, address=nodes.address, rank_lease_s=4.0, hicache_size=0.05)
     try:
         ray.init(address=nodes.address, namespace=NAMESPACE, logging_level="ERROR")
         async with running(settings) as (cluster, stub):
@@ -145,11 +172,16 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
             assert all(len(home) == 1 for home in homes.values()), "STRICT_PACK: a worker's ranks on one node"
             victim = next(w for w in cluster.workers if homes[w.name] == {first.node_id})
             before = victim.address
+            idle, text = await idle_session_on(cluster, stub, victim)
+            await until(lambda: events(cluster, victim)["replicated"] > 30, START_DEADLINE_S, "copies on another node")
             lost = asyncio.to_thread(nodes.remove_node, first, False)
             storms = [f"storm-{i}" for i in range(3)]
             streams = [asyncio.create_task(tokens_of(stub, storm)) for storm in storms]
             await lost
             assert [await stream for stream in streams] == [calm] * 3
+            survivor = next(w for w in cluster.workers if w is not victim)
+            assert await says(stub, idle, " And then") == await says(stub, "again", f"{text} And then")
+            assert events(cluster, survivor)["kv_tokens_loaded"] > 400
             nodes.add_node(num_cpus=2)
             await serving_again(cluster, victim, before)
             assert {process.node_id for process in victim._processes} != {first.node_id}

@@ -335,6 +335,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     copies=stats.copies,
                     waiting=self._copies.num_waiting,
                     replicas=stats.replicas,
+                    disk_bytes_used=stats.disk_bytes_used,
+                    counters=stats.counters,
                 )
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,

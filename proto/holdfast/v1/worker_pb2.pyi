@@ -281,18 +281,29 @@ class WorkerStats(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., sessions: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., retracted: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: bool = ..., ranks: _Optional[_Iterable[_Union[RankStats, _Mapping]]] = ..., metrics_url: _Optional[str] = ..., paused: bool = ..., kv_store: _Optional[_Union[KVStoreStats, _Mapping]] = ...) -> None: ...
 
 class KVStoreStats(_message.Message):
-    __slots__ = ("bytes_total", "bytes_used", "copies", "waiting", "replicas")
+    __slots__ = ("bytes_total", "bytes_used", "copies", "waiting", "replicas", "disk_bytes_used", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     bytes_total: int
     bytes_used: int
     copies: int
     waiting: int
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., waiting: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    disk_bytes_used: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, bytes_total: _Optional[int] = ..., bytes_used: _Optional[int] = ..., copies: _Optional[int] = ..., waiting: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., disk_bytes_used: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class RankStats(_message.Message):
     __slots__ = ("rank", "pid", "node", "log_index", "lag")
