@@ -32,6 +32,7 @@ class RouterCore:
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
         self.sweeper = Sweeper(journal, config.control_timeout_s)
         self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
+        self.sweeper.start(self.fleet.alive)
         self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
         self.inputs = InputEncoder(codec, self.fleet)
         self.files, self.batches = Files(journal), Batches(journal)

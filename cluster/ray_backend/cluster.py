@@ -38,6 +38,7 @@ class Cluster:
                 folder,
                 num_bytes,
                 _disk(config),
+                ranks_on=lambda: [node for worker in self.workers for node in worker.nodes()],
                 host=LOOPBACK if config.address is None else None,
                 num_replicas=config.kv_replicas,
                 write_bytes_per_s=config.kv_store_write_mb_per_s * 1e6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ SILENCE_S = 3.0
 class NodeStores:
     """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own.
 
-    ``host``: where all of them listen for each other; None: each at its node's address.
+    ``ranks_on``: the nodes that have ranks now; only stores on such nodes copy to each other. ``host``: where all of
+    them listen for each other; None: each at its node's address.
     """
 
     def __init__(
@@ -34,15 +36,18 @@ class NodeStores:
         num_bytes: int,
         disk: DiskConfig | None,
         *,
+        ranks_on: Callable[[], Iterable[str]],
         host: str | None,
         num_replicas: int,
         write_bytes_per_s: float,
     ) -> None:
-        self._folder, self._num_replicas = folder, num_replicas
+        self._folder, self._num_replicas, self._ranks_on = folder, num_replicas, ranks_on
         self._given = (num_bytes, disk, host, write_bytes_per_s)
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, tuple[str, str]] = {}
         """By node: its name, and its store's address."""
+        self._homes: set[str] = set()
+        """Nodes that have had ranks: one whose worker is just restarting still has copies."""
         self._told: dict[str, tuple[str, str]] = {}
         self._processes: dict[str, tuple[int, float]] = {}
 
@@ -94,14 +99,14 @@ class NodeStores:
 
     async def _introduce(self) -> None:
         """Tell all stores of each other, when there are others than before."""
-        known = dict(self._addresses)
+        self._homes.update(self._ranks_on())
+        known = {node: told for node, told in self._addresses.items() if node in self._homes}
         if self._told == known:
             return
         addresses = dict(known.values())
         tells = [
             asyncio.wait_for(self._actors[node].set_nodes.remote(name, addresses, self._num_replicas), SILENCE_S)
             for node, (name, _) in known.items()
-            if node in self._actors
         ]
         with ray_errors("a KV store does not answer"):
             await asyncio.gather(*tells)

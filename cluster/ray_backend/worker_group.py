@@ -89,6 +89,10 @@ class WorkerGroup:
         await self.end()
         self.remove_placement()
 
+    def nodes(self) -> list[str]:
+        """The nodes of the incarnation's ranks, by their ids."""
+        return [process.node_id for process in self._processes]
+
     def remove_placement(self) -> None:
         if self._placement is not None:
             remove_placement_group(self._placement)

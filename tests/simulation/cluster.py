@@ -38,7 +38,7 @@ from tests.simulation.engine import InThisThread, SimulatedFollower, SimulatedLe
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
 from tests.simulation.network import NOBODY, Network
-from tests.simulation.store import ADDRESS, SimulatedClient, Stores
+from tests.simulation.store import SimulatedClient, Stores, store_address
 from tests.simulation.world import World
 
 MIN_LOAD_TOKENS = 6
@@ -84,9 +84,8 @@ class Cluster(World):
     # ---- processes ----------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        stores = [self.stores.process] if self.stores.process is not None else []
         ranks = [rank for worker in self.workers for rank in worker.ranks]
-        return [*(r.process for r in self.routers if r.incarnation), *ranks, *stores]
+        return [*(r.process for r in self.routers if r.incarnation), *ranks, *self.stores.processes]
 
     def kill_all(self) -> None:
         for process in [self.supervisor, *self.processes()]:
@@ -145,7 +144,7 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.engine.admission, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
         mock.patch.object(workers.serving.page_copies, "StoreClient", SimulatedClient),
         mock.patch.object(workers.serving.page_copies, "ThreadPoolExecutor", lambda *given, **more: InThisThread()),
-        mock.patch.object(workers.store.client, "socket_of", lambda folder: ADDRESS),
+        mock.patch.object(workers.store.client, "socket_of", store_address),
         mock.patch.object(router.journal.sqlite_store, "time", _Time),
         mock.patch.object(router.turns.prepare, "random", rng),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -150,7 +152,9 @@ class Worker:
         self.address: WorkerAddress | None = None
 
     async def start(self) -> None:
-        world, engine = self.world, self.world.engine_config
+        world, engine, node = self.world, self.world.engine_config, self.name.replace("w", "node")
+        if engine.kv_store is not None:
+            engine = replace(engine, kv_store=Path(node))
         await asyncio.sleep(world.rng.uniform(*STARTS_S))
         self.incarnation += 1
         self.address, self.leader, self.followers = None, None, []
@@ -165,12 +169,12 @@ class Worker:
         identity = (self.name, self.incarnation, engine)
 
         async def follow(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
-            server = RankServer(*identity, group, "", on_lost)
+            server = RankServer(*identity, group, node, on_lost)
             followers[rank] = await server.start(self.ranks[rank].host)
             self.followers.append(server)
 
         async def lead(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
-            server = WorkerServer(*identity, on_lost, group=group)
+            server = WorkerServer(*identity, on_lost, node=node, group=group)
             address = await server.start(self.ranks[rank].host, lambda: followers)
             self.leader = server
             self.address = WorkerAddress(self.name, self.incarnation, address, engine.max_running_requests)

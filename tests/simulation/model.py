@@ -120,10 +120,10 @@ def _tokens_in(mask: bytes) -> list[int]:
 
 
 class SimulatedKV:
-    """Pages of (token, chain) pairs, by KV group."""
+    """Pages of (token, chain) pairs, by KV group. Each rank's bytes are its own, as those of shards are."""
 
-    def __init__(self, page_size: int, num_groups: int) -> None:
-        self._page_size = page_size
+    def __init__(self, page_size: int, num_groups: int, rank: int) -> None:
+        self._page_size, self._rank = page_size, rank
         self._pages: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.page_bytes = [page_size * PAIR.size] * num_groups
 
@@ -134,7 +134,8 @@ class SimulatedKV:
         self._pages[group, target] = list(self.page(group, source))
 
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
-        return [b"".join(PAIR.pack(*pair) for pair in self.page(group, page)) for page in pages]
+        rank = self._rank
+        return [b"".join(PAIR.pack(t, chain ^ rank) for t, chain in self.page(group, page)) for page in pages]
 
     def read_pages_into(self, group: int, pages: Sequence[int], targets: Sequence[memoryview]) -> None:
         for target, data in zip(targets, self.read_pages(group, pages), strict=True):
@@ -142,7 +143,7 @@ class SimulatedKV:
 
     def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes]) -> None:
         for page, content in zip(pages, data, strict=True):
-            self._pages[group, page] = list(PAIR.iter_unpack(content))
+            self._pages[group, page] = [(t, chain ^ self._rank) for t, chain in PAIR.iter_unpack(content)]
 
 
 GROUPS: dict[str, Callable[[int], list[GroupSpec]]] = {
@@ -171,7 +172,7 @@ class SimulatedRank:
         groups = GROUPS[self.kinds](config.max_total_tokens // config.page_size)
         self.cache = kind(groups, config.page_size, config.max_sessions, config.resume_points)
         self._tables: dict[tuple[int, int, int], int] = {}
-        self.kv = SimulatedKV(config.page_size, len(groups))
+        self.kv = SimulatedKV(config.page_size, len(groups), self.shard.rank)
         self.layout = f"{config.page_size}, {self.shard.size} ranks"
         self.overlaps = bool(config.overlap_schedule)
         self.stream = Stream()

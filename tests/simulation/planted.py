@@ -24,14 +24,18 @@ from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
+from workers.kv.page_events import PageEvents
+from workers.kv.slot import Slot
 from workers.scheduling import Draft, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
 from workers.store.copies import CopyIndex
+from workers.store.peers import Peers
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
 _accepted, _end_of = Draft.accepted, Leader._end_of
+_index_full_pages = SessionCache._index_full_pages
 _missing = HeadSpeculation._missing
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
@@ -115,6 +119,11 @@ def _before_its_state(self: HeadSpeculation, work: Work, drafting: Any) -> tuple
     return start, end + 1
 
 
+def _index_all_pages(self: SessionCache, slot: Slot) -> None:
+    with mock.patch.object(slot, "committed_len", -(-slot.committed_len // self.page_size) * self.page_size):
+        _index_full_pages(self, slot)
+
+
 def _look_at_none(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> Any:
     return [arena[offset : offset + size] for _, offset, _ in found], []
 
@@ -143,6 +152,14 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
     "a copy's checksum is ignored": lambda: mock.patch.object(page_copies, "_look", _look_at_none),
+    "a copy is named by its tokens alone": lambda: mock.patch.object(page_copies, "space_of", lambda *given: ""),
+    "a page that was written again is copied": lambda: mock.patch.object(
+        PageEvents, "is_unchanged", lambda self, filled, num_drops: True
+    ),
+    "a page that is not full is copied": lambda: mock.patch.object(SessionCache, "_index_full_pages", _index_all_pages),
+    "a release is not passed on to other nodes": lambda: mock.patch.object(
+        Peers, "release", lambda self, session: None
+    ),
     "a release leaves copies": lambda: mock.patch.object(CopyIndex, "release", lambda self, owner: 0),
     "a head computes a token before its state is there": lambda: mock.patch.object(
         HeadSpeculation, "_missing", _before_its_state

@@ -22,6 +22,7 @@ SLOW = {
     "a turn that was done when its client left is forgotten",
     "a head computes a token before its state is there",
     "a copy's checksum is ignored",
+    "a page that was written again is copied",
 }
 
 
