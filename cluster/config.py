@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError
+from router.access.keys import ROLES, given_key
 from router.config import RouterConfig
 from router.journal.interface import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
 from workers.config import BUNDLED_MODEL, EngineConfig
 
 MAX_PORT = 65535
+SECRETS = {"api_key": "HOLDFAST_API_KEYS", "admin_api_key": "HOLDFAST_ADMIN_API_KEYS"}
+"""What is not given on a command line, which everybody on the machine can read, and the variables to give it in."""
 
 
 class Config(BaseModel):
@@ -69,7 +73,15 @@ class Config(BaseModel):
     host: str = Field("127.0.0.1", description="address the router listens on")
     port: int = Field(8000, ge=0, le=MAX_PORT, description="HTTP port; 0: any")
     grpc_port: int = Field(50051, ge=0, le=MAX_PORT, description="gRPC port; 0: any")
-    api_key: list[str] = Field([], description="accepted keys, each a tenant; none: no authentication")
+    api_key: list[str] = Field([], description="accepted keys, each a tenant; HOLDFAST_API_KEYS has them too")
+    admin_api_key: list[str] = Field(
+        [], description="accepted keys with every role; HOLDFAST_ADMIN_API_KEYS has them too"
+    )
+    api_key_file: Path | None = Field(
+        None, description="file of accepted keys, as holdfast keys writes it; it is read again when it changes"
+    )
+    audit_log: Path | None = Field(None, description="file to which lines are added of what operators do, as JSON")
+    no_auth: bool = Field(False, description="serve others than this machine without any key")
     address: str | None = Field(None, description="existing Ray cluster to join; default: a fresh local one")
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
     context_length: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's")
@@ -150,6 +162,11 @@ class Config(BaseModel):
             raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
         if self.kv_disk_path is not None and not self.hicache_size:
             raise ConfigError("kv_disk_path: needs hicache_size, because copies go to disk from memory")
+        if not (self.api_key or self.admin_api_key or self.api_key_file or self.no_auth or _is_loopback(self.host)):
+            raise ConfigError(
+                f"host: {self.host} can be reached by others, who could do everything: set api_key_file "
+                "(holdfast keys create), or no_auth"
+            )
         http = range(self.port, self.port + self.routers if self.port else 0)
         grpc = range(self.grpc_port, self.grpc_port + self.routers if self.grpc_port else 0)
         if set(http) & set(grpc):
@@ -212,7 +229,9 @@ class Config(BaseModel):
             host=self.host,
             port=self.port and self.port + index,
             grpc_port=self.grpc_port and self.grpc_port + index,
-            api_keys=tuple(self.api_key),
+            api_keys=(*map(given_key, self.api_key), *(given_key(key, ROLES) for key in self.admin_api_key)),
+            api_key_file=self.api_key_file and self.api_key_file.resolve(),
+            audit_log=self.audit_log and self.audit_log.resolve(),
             journal_path=self.journal_path.resolve(),
             journal_url=self.journal_url,
             journal_durability=self.journal_durability,
@@ -234,6 +253,13 @@ class Config(BaseModel):
         )
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
     """The file's keys, overridden by the flags. Raises ConfigError, which names the key."""
     values: dict[str, Any] = {}
@@ -248,6 +274,10 @@ def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
             raise ConfigError(f"config: {file} must contain keys and values")
         values = {str(key).replace("-", "_"): value for key, value in (loaded or {}).items()}
     values |= flags
+    for key, variable in SECRETS.items():
+        from_environment = os.environ.get(variable, "").split()
+        if from_environment:
+            values[key] = [*values.get(key, []), *from_environment]
     for key in values:
         if key not in Config.model_fields:
             nearest = difflib.get_close_matches(key, Config.model_fields, 1, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.access.keys import StoredKey
 from router.journal.interface import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
 
 
@@ -21,8 +22,12 @@ class RouterConfig:
     """How the model writes calls of tools. None: as its chat template shows."""
     reasoning_parser: str | None = None
     """How the model writes reasoning. None: as its chat template shows."""
-    api_keys: tuple[str, ...] = ()
-    """Each key is a tenant. Empty: no authentication, one tenant."""
+    api_keys: tuple[StoredKey, ...] = ()
+    """What is kept of the keys that are accepted."""
+    api_key_file: Path | None = None
+    """More keys. No keys and no file: no authentication, one tenant."""
+    audit_log: Path | None = None
+    """What operators do is written there."""
     journal_path: Path = Path("holdfast.db")
     journal_url: str | None = None
     """A Redis instead of the SQLite file: for routers on several machines."""
@@ -60,10 +65,3 @@ class RouterConfig:
     """How long a drain migrates KV. The KV of the remaining sessions is computed at their next turns."""
     drain_timeout_s: float = 5.0
     """How long live turns may continue when the router is stopped."""
-
-    @property
-    def tenant_turns(self) -> int:
-        """The limit of turns of one tenant."""
-        if self.max_turns_per_tenant is not None:
-            return self.max_turns_per_tenant
-        return self.max_live_turns if len(self.api_keys) < 2 else -(-self.max_live_turns // 2)

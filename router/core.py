@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from router.access.audit_log import AuditLog
+from router.access.keys import Keyring
 from router.batches.files import Files
 from router.batches.store import Batches
 from router.config import RouterConfig
@@ -28,7 +30,8 @@ class RouterCore:
     def __init__(self, config: RouterConfig, journal: Journal, codec: TextCodec, metrics: Metrics) -> None:
         self.config, self.journal, self.codec, self.metrics = config, journal, codec, metrics
         placement = Placement()
-        self.live = LiveTurns(config, metrics)
+        self.keyring, self.audit_log = Keyring(config.api_keys, config.api_key_file), AuditLog(config.audit_log)
+        self.live = LiveTurns(config, self.keyring, metrics)
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
         self.sweeper = Sweeper(journal, config.control_timeout_s)
         self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
@@ -43,7 +46,7 @@ class RouterCore:
         self.control = Control(config, self.fleet, journal, self.sessions, self.live, self.sweeper)
         metrics.watch(
             lambda: [link.stats for link in self.fleet.alive()],
-            lambda: len(self.live.ids()),
+            lambda: len(self.live),
             lambda: len(self.sessions),
         )
 
@@ -52,3 +55,4 @@ class RouterCore:
         await self.gateway.close()
         await self.sweeper.close()
         await self.fleet.close()
+        self.audit_log.close()

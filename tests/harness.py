@@ -113,7 +113,7 @@ class Harness:
 
 
 def _has_no_turns(router: RouterServer) -> bool:
-    return not router.core.live.ids()
+    return not router.core.live
 
 
 def _is_idle(server: WorkerServer) -> bool:

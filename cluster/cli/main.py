@@ -10,6 +10,7 @@ import click
 from cluster.cli.bench import bench
 from cluster.cli.chaos import chaos
 from cluster.cli.chat import chat
+from cluster.cli.keys import keys
 from cluster.cli.nodes import drain, join, restart
 from cluster.cli.serve import serve
 from cluster.cli.show import audit, sessions, status
@@ -22,7 +23,7 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, chat, bench, top, status, sessions, audit, drain, restart, join, chaos):
+for command in (serve, chat, bench, top, status, sessions, audit, drain, restart, join, keys, chaos):
     cli.add_command(command)
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from cluster.config import Config, load_config
+from cluster.config import SECRETS, Config, load_config
 from cluster.guard import run_guarded
 from cluster.ray_backend.nodes import use_token
 from holdfast.errors import HoldfastError
@@ -27,11 +27,23 @@ def _flags(command: Any) -> Any:
         # Only the text names the default: the configuration applies it, so that a flag not given leaves the file's key.
         text = f"{field.description}{_default(field.default)}"
         flag = f"--{name.replace('_', '-')}"
-        if kinds == [bool]:
+        if name in SECRETS:
+            command = click.option(flag, name, multiple=True, hidden=True, callback=_refuse_secret)(command)
+        elif kinds == [bool]:
             command = click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)(command)
         else:
             command = click.option(flag, name, type=kind, multiple=repeated, help=text, default=None)(command)
     return command
+
+
+def _refuse_secret(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    if given:
+        variable = SECRETS[str(option.name)]
+        raise click.UsageError(
+            f"{option.opts[0]}: everybody on this machine can read a command line; "
+            f"set the environment variable {variable}, or api_key_file (holdfast keys create)"
+        )
+    return given
 
 
 def _default(value: object) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.names import without_tenants
+
 
 class HoldfastError(Exception):
     """Base of all errors. Raised directly only for internal faults: the caller may retry."""
@@ -22,7 +24,7 @@ class HoldfastError(Exception):
 
     @property
     def message(self) -> str:
-        return str(self.args[0]) if self.args else self.code
+        return without_tenants(str(self.args[0])) if self.args else self.code
 
 
 class InvalidRequest(HoldfastError):
@@ -62,6 +64,14 @@ class Unauthenticated(HoldfastError):
     code = "invalid_api_key"
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
+
+
+class Forbidden(HoldfastError):
+    """The key is valid, but lacks the role that this needs."""
+
+    code = "permission_denied"
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
 
 
 class SessionNotFound(HoldfastError):
@@ -141,6 +151,16 @@ class QueueFull(HoldfastError):
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     retry_after_s = 1.0
+
+
+class TooManyTokens(QueueFull):
+    """The tenant has used its tokens of this minute."""
+
+    code = "too_many_tokens"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TooManySessions(QueueFull):

@@ -11,9 +11,9 @@ import grpc
 from holdfast.errors import HoldfastError, InvalidRequest
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import abort_with, sends_errors
+from router.access.rules import USER, admit
 from router.core import RouterCore
 from router.faces.fields import check_name, check_sampling
-from router.faces.http import tenant_of
 from router.journal.interface import SessionRecord
 from router.turns.sessions import Session
 from router.turns.turn import TurnChunk, TurnRequest
@@ -27,11 +27,12 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
 
     def _tenant(self, context: grpc.aio.ServicerContext) -> str:
         metadata = {key: value for key, value in context.invocation_metadata() or ()}
-        return tenant_of(self._core.config.api_keys, metadata.get("authorization"))
+        identity = admit(self._core.keyring, metadata.get("authorization"), USER)
+        return identity.tenant if identity is not None else ""
 
     def _message(self, record: SessionRecord, num_tokens: int | None = None) -> session_pb2.Session:
         return session_pb2.Session(
-            session_id=record.session_id,
+            session_id=record.shown_id,
             worker_id=record.worker.split("@")[0],
             epoch=record.epoch,
             num_tokens=len(record.tokens) if num_tokens is None else num_tokens,
@@ -109,7 +110,7 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
 
     @sends_errors
     async def Get(self, request: session_pb2.GetRequest, context: grpc.aio.ServicerContext) -> session_pb2.Session:
-        record = await self._core.journal.load(request.session_id, self._tenant(context))
+        record = await self._core.control.load(request.session_id, self._tenant(context))
         return self._message(record)
 
     @sends_errors

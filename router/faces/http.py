@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -12,44 +10,39 @@ from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.errors import HoldfastError, RequestTooLarge, Unauthenticated
+from holdfast.errors import HoldfastError, RequestTooLarge
+from router.access.keys import Identity
 from router.turns.turn import TurnChunk
 
 T = TypeVar("T")
 OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     409: "conflict_error",
     429: "rate_limit_error",
 }
 
 
-def tenant_of(api_keys: tuple[str, ...], authorization: str | None) -> str:
-    """The tenant of a bearer token; "" if no API keys are configured. Raises Unauthenticated."""
-    if not api_keys:
-        return ""
-    given = (authorization or "").removeprefix("Bearer ").strip()
-    if not any(hmac.compare_digest(given.encode(), key.encode()) for key in api_keys):
-        raise Unauthenticated("send a valid API key: Authorization: Bearer KEY")
-    return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
-
-
 INNER_TENANT = "holdfast.tenant"
 """In the ASGI scope of a call that the router makes itself: the tenant. No request from outside has it."""
+IDENTITY = "holdfast.identity"
+"""In the ASGI scope of a request that ``Doors`` let in: whom it comes from; None where anybody may call."""
+
+
+def caller(request: Request) -> Identity:
+    """Whom a request comes from. Only where not everybody may call."""
+    identity: Identity = request.scope[IDENTITY]
+    return identity
 
 
 def tenant_of_request(request: Request) -> str:
-    """The tenant that sent a request. ``app.state.api_keys`` holds the keys. Raises Unauthenticated."""
-    inner = request.scope.get(INNER_TENANT)
-    return tenant_of(request.app.state.api_keys, key_of(request)) if inner is None else str(inner)
+    """The tenant that sent a request."""
+    return caller(request).tenant
 
 
-def key_of(request: Request) -> str | None:
-    """The key that a request came with: as OpenAI's clients send it, or as Anthropic's do."""
-    return request.headers.get("authorization") or request.headers.get("x-api-key")
-
-
+Caller: TypeAlias = Annotated[Identity, Depends(caller)]
 Tenant: TypeAlias = Annotated[str, Depends(tenant_of_request)]
 
 

@@ -8,15 +8,15 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from router.core import RouterCore
-from router.faces.anthropic.answer import anthropic_error
 from router.faces.anthropic.messages import anthropic_routes
 from router.faces.docs_page import docs_routes
+from router.faces.doors import Doors, error_in_format, refuse_unlisted
 from router.faces.fields import refuse_invalid_text
-from router.faces.http import LimitedBody, error_response, tenant_of_request
+from router.faces.http import LimitedBody
 from router.faces.openai.batches import batch_routes
 from router.faces.openai.chat import chat_routes
 from router.faces.openai.completions import completion_routes
@@ -25,7 +25,7 @@ from router.faces.openai.conversations import Conversations
 from router.faces.openai.files import MULTIPART_BYTES, file_routes
 from router.faces.openai.response_turns import ResponseTurns
 from router.faces.openai.responses import response_routes
-from router.faces.operator import OPEN_PATHS, operator_routes
+from router.faces.operator import operator_routes
 from router.faces.sglang.generate import sglang_routes
 from router.faces.sglang.info import info_routes
 from router.faces.sglang.parsing import parsing_routes
@@ -34,15 +34,11 @@ from router.faces.sglang.parsing import parsing_routes
 def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     """The application over a router. ``grpc_address``: of this router's gRPC server."""
 
-    def authenticate(request: Request) -> None:
-        if request.url.path not in OPEN_PATHS:
-            tenant_of_request(request)
-
-    dependencies = [Depends(authenticate), Depends(refuse_invalid_text)]
+    dependencies = [Depends(refuse_unlisted), Depends(refuse_invalid_text)]
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
-    app.state.api_keys = core.config.api_keys
     limits = {"": core.config.max_message_bytes, "/v1/files": core.config.max_file_bytes + MULTIPART_BYTES}
     app.add_middleware(LimitedBody, limits=limits)
+    app.add_middleware(Doors, keyring=core.keyring, audit_log=core.audit_log)
     conversations = Conversations(core)
     app.include_router(completion_routes(core))
     app.include_router(chat_routes(core))
@@ -62,12 +58,12 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
 
 def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HoldfastError)
-    async def holdfast_error(request: Request, error: HoldfastError) -> JSONResponse:
-        return anthropic_error(error) if request.url.path.startswith("/v1/messages") else error_response(error)
+    async def holdfast_error(request: Request, error: HoldfastError) -> Response:
+        return error_in_format(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)  # of a part of a body, once it is taken apart
-    async def validation_error(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
+    async def validation_error(request: Request, error: RequestValidationError | ValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"] if part != "body")
         return await holdfast_error(request, InvalidRequest(f"{param or 'request'}: {first['msg']}", param or None))

@@ -17,9 +17,6 @@ from router.core import RouterCore
 from router.faces.http import Tenant
 from router.fleet.link import WorkerLink
 
-OPEN_PATHS = ("/health", "/metrics")
-"""Load balancers and Prometheus call these without a key."""
-
 
 def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRouter:
     """The endpoints over a router. ``grpc_address``: of this router's gRPC server."""
@@ -47,13 +44,13 @@ def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRou
 
     @routes.get("/holdfast/router")
     async def router() -> dict[str, Any]:
-        return {"pid": os.getpid(), "grpc": grpc_address(), "live_turns": len(core.live.ids())}
+        return {"pid": os.getpid(), "grpc": grpc_address(), "live_turns": len(core.live)}
 
     @routes.get("/holdfast/sessions")
     async def sessions(tenant: Tenant) -> list[dict[str, Any]]:
         return [
             {
-                "session_id": record.session_id,
+                "session_id": record.shown_id,
                 "worker": record.worker,
                 "epoch": record.epoch,
                 "num_tokens": length,

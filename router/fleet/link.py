@@ -174,8 +174,9 @@ class WorkerLink:
         """End a pause."""
         await self._call(self._stub.Pause, worker_pb2.PauseRequest(paused=False), timeout_s)
 
-    async def flush(self, timeout_s: float) -> int:
-        return await self._control(self._stub.Flush, worker_pb2.FlushRequest(), timeout_s)
+    async def flush(self, tenant: str | None, timeout_s: float) -> int:
+        """Drop idle slots and cached pages, with ``tenant`` only that tenant's."""
+        return await self._control(self._stub.Flush, worker_pb2.FlushRequest(tenant=tenant), timeout_s)
 
     async def _control(self, method: Any, request: Message, timeout_s: float) -> int:
         """The pages freed on each rank; the worker has compared the ranks' digests."""

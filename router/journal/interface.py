@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.names import shown
 
 ROUTER_LEASE_S = 3.0
 """A router that does not renew its lease for this long loses its turns to any other router."""
@@ -35,6 +36,11 @@ class SessionRecord:
     epoch: int = 0
     num_turns: int = 0
     tokens: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def shown_id(self) -> str:
+        """What its tenant calls it."""
+        return shown(self.session_id)
 
 
 @dataclass(slots=True)

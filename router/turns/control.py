@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, InvalidRequest, NoWorkerAvailable
+from holdfast.names import scoped
 from holdfast.v1 import session_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -44,21 +45,26 @@ class Control:
 
     async def open_session(self, session_id: str, tenant: str) -> SessionRecord:
         """Raises SessionReleased, SessionExists, TooManySessions."""
-        session = await self._sessions.get(session_id or uuid.uuid4().hex, tenant, create=True)
+        session = await self._sessions.get(scoped(tenant, session_id or uuid.uuid4().hex), tenant, create=True)
         # Another router may have released the session, or run turns on it, since it was loaded.
         return await self._journal.load(session.session_id, tenant)
+
+    async def load(self, session_id: str, tenant: str) -> SessionRecord:
+        """A session as the journal has it. Raises SessionNotFound, SessionReleased."""
+        return await self._journal.load(scoped(tenant, session_id), tenant)
 
     async def release(self, session_id: str, tenant: str, mode: int = session_pb2.RELEASE_MODE_NOW) -> int:
         """Write the tombstone, then free the worker's pages. Returns the number of pages freed.
 
         A running turn is ended first, or waited for. Raises SessionNotFound.
         """
+        session_id = scoped(tenant, session_id)
         if mode == session_pb2.RELEASE_MODE_AFTER_TURN:
             async with self._sessions.locked(session_id, tenant, create=False, queue=True):
                 record = await self._journal.release(session_id, tenant)
         else:
             record = await self._journal.release(session_id, tenant)
-            self._live.abort(self._sessions.running_turn(session_id))
+            self._live.abort(tenant, self._sessions.running_turn(session_id))
         self._sessions.forget(session_id)
         freed = await self._call_worker(
             record.worker,
@@ -72,6 +78,7 @@ class Control:
 
     async def free_tail(self, session_id: str, tenant: str, keep_len: int) -> SessionRecord:
         """Cut an idle session to ``keep_len`` tokens. Raises SessionBusy, SessionNotFound, InvalidRequest."""
+        session_id = scoped(tenant, session_id)
         async with self._sessions.locked(session_id, tenant, create=False, queue=False) as session:
 
             async def cut() -> None:
@@ -92,7 +99,8 @@ class Control:
 
         Raises SessionNotFound, SessionExists, InvalidRequest, TooManySessions.
         """
-        record = await self._journal.fork(session_id, tenant, child_id or uuid.uuid4().hex, at_len)
+        session_id, child_id = scoped(tenant, session_id), scoped(tenant, child_id or uuid.uuid4().hex)
+        record = await self._journal.fork(session_id, tenant, child_id, at_len)
         child = self._sessions.add(record).record
         link = self._fleet.link(child.worker)
         if link is not None:

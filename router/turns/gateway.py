@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidRequest, SessionBusy, StaleEpoch
+from holdfast.names import scoped
 from holdfast.v1 import session_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -66,14 +67,17 @@ class Gateway:
         """
         self._codec.resolve_stops(request.sampling)
         self._live.refuse_full(request.tenant, background=request.sampling.background)
-        if request.turn_id in self._live:
+        if self._live.has(request.tenant, request.turn_id):
             raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")
         self._live.count(request.tenant)
         session = None
         try:
             if request.session_id:
                 session = await self._sessions.lock(
-                    request.session_id, request.tenant, create=request.create_session, queue=request.queue
+                    scoped(request.tenant, request.session_id),
+                    request.tenant,
+                    create=request.create_session,
+                    queue=request.queue,
                 )
                 session.running_turn = request.turn_id
             turn = await self._prepare(request, session)
@@ -92,6 +96,7 @@ class Gateway:
         Shows the journal's output first, then what is generated; of a turn that has ended, the rest of
         its output. Raises TurnNotFound, SessionBusy while a living router runs the turn, and as ``run``.
         """
+        session_id = scoped(tenant, session_id)
         self._refuse_busy(session_id, tenant)
         known = await self._journal.adopt_turn(session_id, tenant, turn_id)
         self._refuse_busy(session_id, tenant)

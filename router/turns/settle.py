@@ -69,5 +69,5 @@ class Settler:
 
     async def _leave_open_later(self, turn: LiveTurn, session: Session) -> None:
         await asyncio.sleep(RETRY_S)
-        if not self._live.closing and turn.request.turn_id not in self._live:
+        if not self._live.closing and not self._live.has(turn.request.tenant, turn.request.turn_id):
             await self._leave_open(turn, session)

@@ -12,6 +12,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
+from router.access.keys import given_key
 from tests.harness import ENGINE, Harness, running
 from tests.router.templates import THINKING, with_template
 from tests.schemas import check
@@ -155,7 +156,7 @@ async def test_placement_by_user(cluster: Harness, client: AsyncAnthropic) -> No
 
 
 async def test_keys_come_as_the_client_sends_them(tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=("secret",)) as cluster:
+    async with running(tmp_path, api_keys=(given_key("secret"),)) as cluster:
         async with AsyncAnthropic(base_url=cluster.url, api_key="secret") as client:
             assert (await say(client)).content
         async with AsyncAnthropic(base_url=cluster.url, api_key="wrong") as client:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from router.access.keys import given_key
 from router.batches.store import StoredBatch
 from tests.harness import Harness, running
 from tests.waiting import until
@@ -234,7 +235,7 @@ async def nothing() -> dict[str, str]:
 
 
 async def test_tenants_do_not_see_each_other_s_files_and_batches(tmp_path: Path) -> None:
-    async with running(tmp_path, num_workers=1, api_keys=("one", "two")) as cluster:
+    async with running(tmp_path, num_workers=1, api_keys=(given_key("one"), given_key("two"))) as cluster:
         url = f"{cluster.url}/v1"
         async with (
             AsyncOpenAI(base_url=url, api_key="one", timeout=60) as one,

@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
+from router.access.keys import given_key
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -31,10 +32,10 @@ def prompt(max_tokens: int) -> dict[str, Any]:
 
 
 async def test_one_tenant_s_turns_leave_room_for_another_s(tmp_path: Path) -> None:
-    async with running(tmp_path, num_workers=1, api_keys=KEYS, max_live_turns=4) as cluster:
+    async with running(tmp_path, num_workers=1, api_keys=tuple(map(given_key, KEYS)), max_live_turns=4) as cluster:
         async with keyed(cluster, "mine") as mine, keyed(cluster, "yours") as yours:
             long = [asyncio.create_task(mine.post("/v1/completions", json=prompt(400))) for _ in range(2)]
-            await until(lambda: len(cluster.router.core.live.ids()) == 2, 10, "two turns")
+            await until(lambda: len(cluster.router.core.live) == 2, 10, "two turns")
             refused = await mine.post("/v1/completions", json=prompt(1))
             assert refused.status_code == 429 and refused.headers["retry-after"]
             assert "2 of your turns" in refused.json()["error"]["message"]
@@ -125,7 +126,7 @@ async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
         # More than flow control lets through unread.
         call = stub.Generate(pb.GenerateRequest(session_id="s", text="Return the", sampling=sampling, request_id="t"))
         seen = list((await call.read()).tokens)
-        await until(lambda: not cluster.router.core.live.ids(), 15, "the place to be given back")
+        await until(lambda: not cluster.router.core.live, 15, "the place to be given back")
         assert "its client does not read" in caplog.text
         await until(lambda: not cluster.workers["w0"]._leader.scheduler.turns, 5, "the engine to hear of it")
         # What its client has seen is not lost: the turn can be resumed, here or elsewhere.

@@ -75,7 +75,7 @@ async def test_one_bad_prompt_ends_all(client: AsyncOpenAI, cluster: Harness) ->
                 extra_body={"ignore_eos": True},
             )
         assert caught.value.code == "context_length_exceeded"
-        await until(lambda: not cluster.router.core.live.ids(), 10, "the other choices to end")
+        await until(lambda: not cluster.router.core.live, 10, "the other choices to end")
 
 
 @pytest.mark.parametrize(

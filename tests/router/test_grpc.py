@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from holdfast.errors import DeadlineExceeded
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.access.keys import given_key
 from router.turns.sessions import Session
 from router.turns.turn import TurnRequest
 from tests.harness import Harness, running
@@ -143,7 +144,10 @@ async def test_health_and_reflection(cluster: Harness) -> None:
 
 
 async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    async with running(tmp_path, num_workers=1, api_keys=("one", "two")) as cluster, cluster.channel() as channel:
+    async with (
+        running(tmp_path, num_workers=1, api_keys=(given_key("one"), given_key("two"))) as cluster,
+        cluster.channel() as channel,
+    ):
         stub = Stub(channel)
         one, two = ((("authorization", f"Bearer {key}"),) for key in ("one", "two"))
         prompt = list(range(100, 180))
@@ -181,7 +185,7 @@ async def test_a_session_is_free_when_its_turn_is_seen_to_end(tmp_path: Path) ->
             request = TurnRequest("", prepare, sampling, session_id, turn_id=turn_id)
             async for chunk in core.gateway.run(request):
                 if abort:
-                    core.live.abort(turn_id)
+                    core.live.abort("", turn_id)
                 assert not (chunk.finish_reason and core.sessions.running_turn(session_id))
 
         await play("whole", "s", 4)

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from router.access.keys import given_key
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -262,7 +263,7 @@ async def test_bad_requests_get_clear_errors(
 
 
 async def test_another_tenant_s_responses_are_not_found(tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=("mine", "yours")) as cluster:
+    async with running(tmp_path, api_keys=(given_key("mine"), given_key("yours"))) as cluster:
         mine, yours = (
             AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=0) for key in ("mine", "yours")
         )

@@ -88,7 +88,7 @@ async def test_streamed_with_an_index(http: httpx.AsyncClient) -> None:
 async def test_what_cannot_be_is_refused(http: httpx.AsyncClient, cluster: Harness, body: dict[str, Any]) -> None:
     answer = await http.post("/generate", json={"sampling_params": GREEDY} | body)
     assert answer.status_code == 400, answer.text
-    await until(lambda: not cluster.router.core.live.ids(), 10, "the other prompts to end")
+    await until(lambda: not cluster.router.core.live, 10, "the other prompts to end")
 
 
 async def test_an_abort_by_prefix_ends_all_parts(http: httpx.AsyncClient, cluster: Harness) -> None:
@@ -99,4 +99,4 @@ async def test_an_abort_by_prefix_ends_all_parts(http: httpx.AsyncClient, cluste
         await http.post("/abort_request", json={"rid": "long"})
         events = [line async for line in lines if line]
     assert events[-1] == "data: [DONE]" and '"abort"' in events[-2]
-    await until(lambda: not cluster.router.core.live.ids(), 10, "the parts to end")
+    await until(lambda: not cluster.router.core.live, 10, "the parts to end")

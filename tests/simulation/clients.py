@@ -93,6 +93,10 @@ class Client:
             self._keep(turn)
             return
         await self._settle(turn)
+        if turn.excused and self.exists:
+            # Its router did not answer, and may end the turn when it wakes up: nothing is settled before that.
+            request = session_pb2.FreeTailRequest(session_id=self.name, keep_len=len(self.history))
+            await self._ask("FreeTail", request)
 
     async def cut(self) -> None:
         keep_len = self.rng.randrange(len(self.history) + 1)

@@ -57,7 +57,7 @@ class Cluster(World):
     def waits_for_a_lost_worker(self, turn_id: str) -> bool:
         """Whether a router holds a turn at a worker that it has lost."""
         cores = [router.core for router in self.routers if router.core is not None]
-        turns = [core.live._turns[turn_id] for core in cores if turn_id in core.live]
+        turns = [core.live._turns["", turn_id] for core in cores if core.live.has("", turn_id)]
         return any(turn.link is not None and not turn.link.alive for turn in turns)
 
     async def start(self) -> None:

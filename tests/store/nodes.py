@@ -104,6 +104,6 @@ async def lose_device_kv(cluster: Harness, worker: str = "w0") -> None:
     def lose() -> None:
         leader.cache.flush()
         assert leader.cache.index.events is not None
-        leader.cache.index.events._flushed = False
+        leader.cache.index.events._flushed.clear()
 
     await asyncio.wrap_future(leader.call(lose))

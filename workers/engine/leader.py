@@ -292,9 +292,9 @@ class Leader:
 
         return self._control(cut)
 
-    def flush(self) -> Future[worker_pb2.ControlResponse]:
-        """Drop idle slots and cached pages on every rank."""
-        return self._control(self.cache.flush)
+    def flush(self, tenant: str | None = None) -> Future[worker_pb2.ControlResponse]:
+        """See ``SessionCache.flush``; on every rank."""
+        return self._control(partial(self.cache.flush, tenant))
 
     def fork(self, parent_id: str, child_id: str, epoch: int, at_len: int | None) -> Future[int]:
         """A new session that shares its parent's KV. The future gives the number of tokens shared."""

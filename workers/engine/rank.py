@@ -44,7 +44,9 @@ from workers.scheduling.model_speculation import MAX_HEAD_LAG, DraftJob
 class NotePages(Protocol):
     """See ``Rank.watch_pages``."""
 
-    def __call__(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None: ...
+    def __call__(
+        self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], flushed: Sequence[str | None]
+    ) -> None: ...
 
 
 class Rank:
@@ -178,7 +180,7 @@ class Rank:
             return
         filled, released, flushed = events.take()
         if filled or released or flushed:
-            self.stream.run(partial(note, filled, released, flushed=flushed))
+            self.stream.run(partial(note, filled, released, flushed))
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         """Queue a step's copies of pages and its changes of page tables."""

@@ -132,9 +132,9 @@ class RecordedCache(SessionCache):
         self.record(rank_pb2.Op(fork=op))
         return child
 
-    def flush(self) -> None:
-        super().flush()
-        self.record(rank_pb2.Op(flush=rank_pb2.FlushOp()))
+    def flush(self, tenant: str | None = None) -> None:
+        super().flush(tenant)
+        self.record(rank_pb2.Op(flush=rank_pb2.FlushOp(tenant=tenant)))
 
 
 class LogWriter:
@@ -283,7 +283,7 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
             fork, at_len = op.fork, op.fork.at_len if op.fork.HasField("at_len") else None
             cache.fork(fork.parent_id, fork.child_id, at_len, for_reading=fork.for_reading)
         case "flush":
-            cache.flush()
+            cache.flush(op.flush.tenant if op.flush.HasField("tenant") else None)
         case _:
             raise ValueError(f"unknown operation {kind}")
 

@@ -326,10 +326,15 @@ class SessionCache(SlotStore):
         for copy in done:
             self.groups[copy.group].pool.decref(copy.source)
 
-    def flush(self) -> None:
-        """Drop all idle slots and cached pages; running turns keep theirs."""
+    def flush(self, tenant: str | None = None) -> None:
+        """Drop all idle slots and cached pages, or those of a tenant; running turns keep theirs."""
         if self.index.events is not None:
-            self.index.events.flush()
+            self.index.events.flush(tenant)
+        if tenant is not None:
+            for slot in [slot for slot in self._idle.values() if slot.tenant == tenant]:
+                self._evict(slot)
+            self.index.remove_cached(tenant)
+            return
         while self._evict_oldest_idle():
             pass
         for group in self.groups:

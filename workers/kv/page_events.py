@@ -22,7 +22,7 @@ class PageEvents:
 
     def __init__(self) -> None:
         self._released: list[str] = []
-        self._flushed = False
+        self._flushed: list[str | None] = []
         self._filled: list[tuple[FilledPage, int]] = []
         self._drops: Counter[tuple[int, int]] = Counter()
 
@@ -38,16 +38,16 @@ class PageEvents:
         """Of this session's pages no copy may stay, but of those that another one has used."""
         self._released.append(owner)
 
-    def flush(self) -> None:
-        """No copy of any page may stay."""
-        self._flushed = True
+    def flush(self, tenant: str | None) -> None:
+        """No copy may stay of any page, or of the tenant's."""
+        self._flushed.append(tenant)
 
-    def take(self) -> tuple[list[tuple[FilledPage, int]], list[str], bool]:
-        """Since the last call: pages, each with what ``is_unchanged`` wants; released sessions; whether all was
-        flushed.
+    def take(self) -> tuple[list[tuple[FilledPage, int]], list[str], list[str | None]]:
+        """Since the last call: pages, each with what ``is_unchanged`` wants; released sessions; flushed tenants, of
+        which None is all.
         """
         taken = self._filled, self._released, self._flushed
-        self._filled, self._released, self._flushed = [], [], False
+        self._filled, self._released, self._flushed = [], [], []
         return taken
 
     def is_unchanged(self, filled: FilledPage, num_drops: int) -> bool:

@@ -74,6 +74,10 @@ class PagePool:
         self.touched.update(pages)
         return pages
 
+    def is_held(self, page: int) -> bool:
+        """Whether somebody beside the prefix index holds the page."""
+        return self.refcounts[page] > 1 or not self._indexed[page]
+
     def oldest_cached(self) -> int | None:
         """The least recently used cached page. The prefix index must drop it to free it."""
         return next(iter(self._cached), None)

@@ -200,6 +200,16 @@ class PrefixIndex:
                 self.remove(entry)
                 self._remove_empty(entry.parent)
 
+    def remove_cached(self, tenant: str) -> None:
+        """Drop every entry of a tenant whose pages nobody else holds."""
+        entries = list(self.root(tenant).children)
+        for entry in entries:
+            entries.extend(entry.children)
+        for entry in reversed(entries):
+            held = [self._groups[group].pool.is_held(page) for group, page in enumerate(entry.pages) if page != FREED]
+            if not entry.children and not any(held):
+                self.remove(entry)
+
     def evict_oldest(self, group: int) -> bool:
         """Free the group's least recently used page that only the index holds. False if there is none.
 

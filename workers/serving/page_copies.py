@@ -25,7 +25,7 @@ from workers.models.parallel import Shard
 from workers.serving.kv_transfer import RankThread
 from workers.serving.results import result_of
 from workers.store.client import StoreClient, StoreUnavailable
-from workers.store.copies import NOBODY
+from workers.store.copies import nobody_of
 
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 2 * 1024 * 1024
@@ -60,9 +60,9 @@ class PageCopies:
         self._events, self._loop = rank.watch_pages(self._note), asyncio.get_running_loop()
         self.client = StoreClient(config.kv_store, space_of(rank.layout, rank.shard, config))
         self._bytes_per_s = config.kv_store_write_mb_per_s * 1e6
-        self._noted: deque[tuple[Sequence[tuple[FilledPage, int]], list[str]]] = deque()
+        self._noted: deque[tuple[Sequence[tuple[FilledPage, int]], list[store_pb2.ReleaseCopies]]] = deque()
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
-        self._released: deque[str] = deque(maxlen=MAX_WAITING)
+        self._released: deque[store_pb2.ReleaseCopies] = deque(maxlen=MAX_WAITING)
         self._num_copying = 0
         self._gone: OrderedDict[str, None] = OrderedDict()
         """Sessions that were released of late. A page of theirs that the index still has is another one's too."""
@@ -102,18 +102,21 @@ class PageCopies:
 
     # ---- to the store --------------------------------------------------------------------------------
 
-    def _note(self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], *, flushed: bool) -> None:
-        """In the thread that computes: these pages are computed, and of these sessions no copy may stay.
+    def _note(
+        self, filled: Sequence[tuple[FilledPage, int]], released: Sequence[str], flushed: Sequence[str | None]
+    ) -> None:
+        """In the thread that computes: these pages are computed, and of these sessions and tenants no copy may stay.
 
         Wakes nobody: for the thread that computes, that is a wait for the GIL.
         """
-        self._noted.append((filled, [*released, *([""] if flushed else ())]))
+        releases = [store_pb2.ReleaseCopies(session_id=session) for session in released]
+        self._noted.append((filled, [*releases, *(store_pb2.ReleaseCopies(tenant=each or "") for each in flushed)]))
 
     def _take_notes(self) -> None:
         while self._noted:
             filled, released = self._noted.popleft()
             self._released.extend(released)
-            self._gone.update(dict.fromkeys(released))
+            self._gone.update(dict.fromkeys(release.session_id for release in released if release.session_id))
             self.counters["kv_copies_skipped"] += max(0, len(self._waiting) + len(filled) - MAX_WAITING)
             self._waiting.extend(_Waiting(*each) for each in filled)
         while len(self._gone) > MAX_WAITING:
@@ -125,7 +128,7 @@ class PageCopies:
             self._take_notes()
             try:
                 while self._released:
-                    await self.client.ask(release=store_pb2.ReleaseCopies(session_id=self._released[0]))
+                    await self.client.ask(release=self._released[0])
                     self._released.popleft()
                 while self._waiting:
                     num_bytes = await self._write_some(self._take_some())
@@ -155,7 +158,7 @@ class PageCopies:
             group=group,
             keys=b"".join(waiting.filled.digest for waiting in some),
             page_bytes=size,
-            session_ids=[NOBODY if w.filled.owner in self._gone else w.filled.owner for w in some],
+            session_ids=[nobody_of(w.filled.owner) if w.filled.owner in self._gone else w.filled.owner for w in some],
         )
         offsets = (await self.client.ask(reserve=reserve)).offsets
         wanted = [(waiting, offset) for waiting, offset in zip(some, offsets, strict=True) if offset >= 0]

@@ -277,7 +277,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def Flush(
         self, request: worker_pb2.FlushRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ControlResponse:
-        return await result_of(self._leader.flush())
+        return await result_of(self._leader.flush(request.tenant if request.HasField("tenant") else None))
 
     async def Pause(
         self, request: worker_pb2.PauseRequest, context: grpc.aio.ServicerContext

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from holdfast.v1 import store_pb2
-from workers.store.copies import NOBODY, Copy, CopyIndex
+from workers.store.copies import Copy, CopyIndex, is_nobody
 from workers.store.disk import DiskTier
 
 
@@ -48,18 +48,23 @@ class Contents:
         if self.disk is not None:
             await self.disk.bring(keys, user)
 
-    async def release(self, session: str) -> int:
-        """Drop a session's copies, or all if it has no name. Returns how many the arena had."""
-        num_dropped = self.copies.release(session) if session else self.copies.flush()
-        if self.disk is not None:
-            await (self.disk.release(session) if session else self.disk.flush())
+    async def release(self, what: store_pb2.ReleaseCopies) -> int:
+        """Drop a session's copies, or all of a tenant, or all. Returns how many the arena had."""
+        if what.session_id:
+            num_dropped = self.copies.release(what.session_id)
+            if self.disk is not None:
+                await self.disk.release(what.session_id)
+        else:
+            num_dropped = self.copies.flush(what.tenant)
+            if self.disk is not None:
+                await self.disk.flush(what.tenant)
         return num_dropped
 
     async def owners(self) -> list[str]:
         """The sessions that copies were made for."""
         owners = self.copies.owners()
         if self.disk is not None:
-            owners = sorted({*owners, *await self.disk.owners()} - {NOBODY})
+            owners = sorted({*owners, *(o for o in await self.disk.owners() if not is_nobody(o))})
         return owners
 
     async def stop(self) -> None:

@@ -11,10 +11,28 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast.names import SEPARATOR
+
 SLAB_BYTES = 16 * 1024 * 1024
 ALIGNMENT = 64
 NOBODY = "\0"
-"""Owns copies of a prefix that other sessions use, when the one that computed it is gone."""
+"""Owns, of each tenant, copies of a prefix that other sessions use, when the one that computed it is gone."""
+
+
+def nobody_of(owner: str) -> str:
+    """NOBODY of the tenant of a session."""
+    tenant, separator, _ = owner.removeprefix(NOBODY).rpartition(SEPARATOR)
+    return f"{NOBODY}{tenant}{separator}"
+
+
+def is_nobody(owner: str) -> bool:
+    """Whether no session's release deletes its copies."""
+    return owner.startswith(NOBODY)
+
+
+def is_of_tenant(owner: str, tenant: str) -> bool:
+    """Whether a session, or nobody, is of a tenant."""
+    return owner.removeprefix(NOBODY).startswith(tenant + SEPARATOR)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,11 +165,11 @@ class CopyIndex:
 
     def owners(self) -> list[str]:
         """The sessions that copies were made for."""
-        return [owner for owner in self._by_owner if owner != NOBODY]
+        return [owner for owner in self._by_owner if not is_nobody(owner)]
 
-    def flush(self) -> int:
-        """Drop all. Returns how many copies."""
-        return self.drop(list(self._copies.values()))
+    def flush(self, tenant: str = "") -> int:
+        """Drop all, or all of a tenant. Returns how many copies."""
+        return self.drop([copy for copy in self if not tenant or is_of_tenant(copy.owner, tenant)])
 
     # ---- inside ----------------------------------------------------------------------------------
 

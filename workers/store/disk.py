@@ -91,9 +91,9 @@ class DiskTier:
         """See ``Segments``."""
         await self._run(lambda: self._segments.release(owner))
 
-    async def flush(self) -> None:
+    async def flush(self, tenant: str) -> None:
         """See ``Segments``."""
-        await self._run(self._segments.flush)
+        await self._run(lambda: self._segments.flush(tenant))
 
     async def owners(self) -> list[str]:
         """See ``Segments``."""

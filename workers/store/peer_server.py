@@ -11,7 +11,7 @@ from holdfast.errors import InvalidRequest
 from holdfast.v1 import store_pb2, store_pb2_grpc
 from holdfast.wire import sends_errors
 from workers.store.contents import Contents
-from workers.store.copies import NOBODY, Copy
+from workers.store.copies import Copy, nobody_of
 
 KEY_BYTES = 16
 """Of a page; a space and a group are before it."""
@@ -52,7 +52,7 @@ class PeerServer(store_pb2_grpc.KVStorePeerServiceServicer):
                         self._contents.copies.unpin(copy)
 
     async def Release(self, request: store_pb2.ReleaseCopies, context: grpc.aio.ServicerContext) -> store_pb2.Released:
-        return store_pb2.Released(copies=await self._contents.release(request.session_id))
+        return store_pb2.Released(copies=await self._contents.release(request))
 
 
 def keys_of(part: store_pb2.KeysOfPrefix) -> list[bytes]:
@@ -91,7 +91,7 @@ def message_of(contents: Contents, copies: Sequence[Copy]) -> store_pb2.PeerCopi
     (part,) = parts_of([copy.key for copy in copies])
     return store_pb2.PeerCopies(
         keys=part,
-        session_ids=[NOBODY if copy.is_shared else copy.owner for copy in copies],
+        session_ids=[nobody_of(copy.owner) if copy.is_shared else copy.owner for copy in copies],
         crcs=[copy.crc or 0 for copy in copies],
         data=b"".join(contents.data(copy) for copy in copies),
     )

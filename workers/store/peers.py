@@ -72,12 +72,12 @@ class Peers:
         for name in self.replicas:
             self._links[name].add(copy)
 
-    def release(self, session: str) -> None:
-        """A session, or all if it has no name, is released here. What others have used stays."""
+    def release(self, what: store_pb2.ReleaseCopies) -> None:
+        """This was released here. What others have used stays."""
         for link in self._links.values():
-            link.release(session)
-        if session:
-            for copy in self._contents.copies.owned(session):
+            link.release(what)
+        if what.session_id:
+            for copy in self._contents.copies.owned(what.session_id):
                 self.add(copy)
 
     async def find(self, nodes: Iterable[str], keys: Sequence[bytes]) -> set[bytes]:
@@ -125,7 +125,7 @@ class _PeerLink:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = store_pb2_grpc.KVStorePeerServiceStub(self._channel)
         self._waiting: deque[Copy] = deque(maxlen=MAX_WAITING)
-        self._released: dict[str, None] = {}
+        self._released: dict[tuple[str, str], store_pb2.ReleaseCopies] = {}
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._send())
 
@@ -139,9 +139,9 @@ class _PeerLink:
         self._waiting.append(copy)
         self._changed.set()
 
-    def release(self, session: str) -> None:
-        """Have the peer drop what is the session's alone, after what is being sent."""
-        self._released[session] = None
+    def release(self, what: store_pb2.ReleaseCopies) -> None:
+        """Have the peer release it too, after what is being sent."""
+        self._released[what.session_id, what.tenant] = what
         self._changed.set()
 
     async def find(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -172,9 +172,9 @@ class _PeerLink:
             self._changed.clear()
             try:
                 while self._released or self._waiting:
-                    for session in list(self._released):
-                        await self._stub.Release(store_pb2.ReleaseCopies(session_id=session), timeout=TIMEOUT_S)
-                        del self._released[session]
+                    for key, what in list(self._released.items()):
+                        await self._stub.Release(what, timeout=TIMEOUT_S)
+                        del self._released[key]
                     await self._send_some()
             except grpc.aio.AioRpcError as error:
                 # It will be tried again until the supervisor says that this peer is gone.

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from workers.store.copies import is_of_tenant
+
 log = logging.getLogger("holdfast.store")
 SEGMENT_BYTES = 256 * 1024 * 1024
 HEADER = struct.Struct("<4sHHII")
@@ -119,8 +121,11 @@ class Segments:
         """Delete what only this session has used."""
         self._delete([key for key in self._by_owner.get(owner, ()) if not self._records[key].is_shared])
 
-    def flush(self) -> None:
-        """Delete all."""
+    def flush(self, tenant: str = "") -> None:
+        """Delete all, or all of a tenant."""
+        if tenant:
+            self._delete([key for key, record in self._records.items() if is_of_tenant(record.owner, tenant)])
+            return
         for segment in list(self._files):
             self._remove(segment)
 

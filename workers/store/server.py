@@ -167,8 +167,8 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
                 self._unpin(pinned)
                 return store_pb2.StoreResponse(unpinned=store_pb2.Unpinned())
             case "release":
-                num_dropped = await self.contents.release(request.release.session_id)
-                self.peers.release(request.release.session_id)
+                num_dropped = await self.contents.release(request.release)
+                self.peers.release(request.release)
                 return store_pb2.StoreResponse(released=store_pb2.Released(copies=num_dropped))
             case "owners":
                 owners = await self.contents.owners()

@@ -192,8 +192,10 @@ class ForkOp(_message.Message):
     def __init__(self, parent_id: _Optional[str] = ..., child_id: _Optional[str] = ..., at_len: _Optional[int] = ..., for_reading: bool = ...) -> None: ...
 
 class FlushOp(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class MeasureOp(_message.Message):
     __slots__ = ("end",)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/store.proto\x12\x0bholdfast.v1\"\x81\x03\n\x0cStoreRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.holdfast.v1.OpenArenaH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.holdfast.v1.ReserveCopiesH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.holdfast.v1.CompleteCopiesH\x00\x12%\n\x03pin\x18\x04 \x01(\x0b\x32\x16.holdfast.v1.PinCopiesH\x00\x12)\n\x05unpin\x18\x05 \x01(\x0b\x32\x18.holdfast.v1.UnpinCopiesH\x00\x12-\n\x07release\x18\x06 \x01(\x0b\x32\x1a.holdfast.v1.ReleaseCopiesH\x00\x12/\n\x05stats\x18\x07 \x01(\x0b\x32\x1e.holdfast.v1.StoreStatsRequestH\x00\x12,\n\x06owners\x18\x08 \x01(\x0b\x32\x1a.holdfast.v1.OwnersRequestH\x00\x42\t\n\x07request\"\xe6\x02\n\rStoreResponse\x12#\n\x05\x61rena\x18\x01 \x01(\x0b\x32\x12.holdfast.v1.ArenaH\x00\x12)\n\x08reserved\x18\x02 \x01(\x0b\x32\x15.holdfast.v1.ReservedH\x00\x12+\n\tcompleted\x18\x03 \x01(\x0b\x32\x16.holdfast.v1.CompletedH\x00\x12%\n\x06pinned\x18\x04 \x01(\x0b\x32\x13.holdfast.v1.PinnedH\x00\x12)\n\x08unpinned\x18\x05 \x01(\x0b\x32\x15.holdfast.v1.UnpinnedH\x00\x12)\n\x08released\x18\x06 \x01(\x0b\x32\x15.holdfast.v1.ReleasedH\x00\x12(\n\x05stats\x18\x07 \x01(\x0b\x32\x17.holdfast.v1.StoreStatsH\x00\x12%\n\x06owners\x18\x08 \x01(\x0b\x32\x13.holdfast.v1.OwnersH\x00\x42\n\n\x08response\"\x1a\n\tOpenArena\x12\r\n\x05space\x18\x01 \x01(\t\"#\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\"U\n\rReserveCopies\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\npage_bytes\x18\x03 \x01(\x03\x12\x13\n\x0bsession_ids\x18\x04 \x03(\t\"\x1b\n\x08Reserved\x12\x0f\n\x07offsets\x18\x01 \x03(\x12\"L\n\x0e\x43ompleteCopies\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\x07\x12\x0f\n\x07written\x18\x04 \x03(\x08\"\x1b\n\tCompleted\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"I\n\tPinCopies\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\x12\x12\n\nsession_id\x18\x02 \x01(\t\"*\n\x0bKeysOfGroup\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"A\n\x06Pinned\x12\x0b\n\x03pin\x18\x01 \x01(\x03\x12*\n\x06groups\x18\x02 \x03(\x0b\x32\x1a.holdfast.v1.PlacesOfGroup\".\n\rPlacesOfGroup\x12\x0f\n\x07offsets\x18\x01 \x03(\x12\x12\x0c\n\x04\x63rcs\x18\x02 \x03(\x07\"E\n\x0bUnpinCopies\x12\x0b\n\x03pin\x18\x01 \x01(\x03\x12)\n\x07\x64\x61maged\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\"\n\n\x08Unpinned\"#\n\rReleaseCopies\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1a\n\x08Released\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"\x0f\n\rOwnersRequest\"\x1d\n\x06Owners\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\"j\n\x0cWantedCopies\x12\r\n\x05space\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05nodes\x18\x04 \x03(\t\"\x1c\n\x0b\x46oundCopies\x12\r\n\x05tiers\x18\x01 \x03(\x0c\"\x1f\n\rBroughtCopies\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\",\n\x0cKeysOfPrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"H\n\x08PeerKeys\x12(\n\x05parts\x18\x01 \x03(\x0b\x32\x19.holdfast.v1.KeysOfPrefix\x12\x12\n\nsession_id\x18\x02 \x01(\t\"f\n\nPeerCopies\x12\'\n\x04keys\x18\x01 \x01(\x0b\x32\x19.holdfast.v1.KeysOfPrefix\x12\x13\n\x0bsession_ids\x18\x02 \x03(\t\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1b\n\tPutCopies\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"\x13\n\x11StoreStatsRequest\"\xe8\x01\n\nStoreStats\x12\x13\n\x0b\x62ytes_total\x18\x01 \x01(\x03\x12\x12\n\nbytes_used\x18\x02 \x01(\x03\x12\x0e\n\x06\x63opies\x18\x03 \x01(\x03\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.holdfast.v1.StoreStats.CountersEntry\x12\x17\n\x0f\x64isk_bytes_used\x18\x05 \x01(\x03\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x10\n\x08replicas\x18\x07 \x03(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*D\n\x04Tier\x12\r\n\tTIER_NONE\x10\x00\x12\x0f\n\x0bTIER_MEMORY\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_PEER\x10\x03\x32\xcf\x01\n\x0eKVStoreService\x12@\n\x03Use\x12\x19.holdfast.v1.StoreRequest\x1a\x1a.holdfast.v1.StoreResponse(\x01\x30\x01\x12;\n\x04\x46ind\x12\x19.holdfast.v1.WantedCopies\x1a\x18.holdfast.v1.FoundCopies\x12>\n\x05\x42ring\x12\x19.holdfast.v1.WantedCopies\x1a\x1a.holdfast.v1.BroughtCopies2\xfe\x01\n\x12KVStorePeerService\x12\x37\n\x04\x46ind\x12\x15.holdfast.v1.PeerKeys\x1a\x18.holdfast.v1.FoundCopies\x12\x36\n\x03Put\x12\x17.holdfast.v1.PeerCopies\x1a\x16.holdfast.v1.PutCopies\x12\x39\n\x05\x46\x65tch\x12\x15.holdfast.v1.PeerKeys\x1a\x17.holdfast.v1.PeerCopies0\x01\x12<\n\x07Release\x12\x1a.holdfast.v1.ReleaseCopies\x1a\x15.holdfast.v1.Releasedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/store.proto\x12\x0bholdfast.v1\"\x81\x03\n\x0cStoreRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.holdfast.v1.OpenArenaH\x00\x12-\n\x07reserve\x18\x02 \x01(\x0b\x32\x1a.holdfast.v1.ReserveCopiesH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.holdfast.v1.CompleteCopiesH\x00\x12%\n\x03pin\x18\x04 \x01(\x0b\x32\x16.holdfast.v1.PinCopiesH\x00\x12)\n\x05unpin\x18\x05 \x01(\x0b\x32\x18.holdfast.v1.UnpinCopiesH\x00\x12-\n\x07release\x18\x06 \x01(\x0b\x32\x1a.holdfast.v1.ReleaseCopiesH\x00\x12/\n\x05stats\x18\x07 \x01(\x0b\x32\x1e.holdfast.v1.StoreStatsRequestH\x00\x12,\n\x06owners\x18\x08 \x01(\x0b\x32\x1a.holdfast.v1.OwnersRequestH\x00\x42\t\n\x07request\"\xe6\x02\n\rStoreResponse\x12#\n\x05\x61rena\x18\x01 \x01(\x0b\x32\x12.holdfast.v1.ArenaH\x00\x12)\n\x08reserved\x18\x02 \x01(\x0b\x32\x15.holdfast.v1.ReservedH\x00\x12+\n\tcompleted\x18\x03 \x01(\x0b\x32\x16.holdfast.v1.CompletedH\x00\x12%\n\x06pinned\x18\x04 \x01(\x0b\x32\x13.holdfast.v1.PinnedH\x00\x12)\n\x08unpinned\x18\x05 \x01(\x0b\x32\x15.holdfast.v1.UnpinnedH\x00\x12)\n\x08released\x18\x06 \x01(\x0b\x32\x15.holdfast.v1.ReleasedH\x00\x12(\n\x05stats\x18\x07 \x01(\x0b\x32\x17.holdfast.v1.StoreStatsH\x00\x12%\n\x06owners\x18\x08 \x01(\x0b\x32\x13.holdfast.v1.OwnersH\x00\x42\n\n\x08response\"\x1a\n\tOpenArena\x12\r\n\x05space\x18\x01 \x01(\t\"#\n\x05\x41rena\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\"U\n\rReserveCopies\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\npage_bytes\x18\x03 \x01(\x03\x12\x13\n\x0bsession_ids\x18\x04 \x03(\t\"\x1b\n\x08Reserved\x12\x0f\n\x07offsets\x18\x01 \x03(\x12\"L\n\x0e\x43ompleteCopies\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\x07\x12\x0f\n\x07written\x18\x04 \x03(\x08\"\x1b\n\tCompleted\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"I\n\tPinCopies\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\x12\x12\n\nsession_id\x18\x02 \x01(\t\"*\n\x0bKeysOfGroup\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"A\n\x06Pinned\x12\x0b\n\x03pin\x18\x01 \x01(\x03\x12*\n\x06groups\x18\x02 \x03(\x0b\x32\x1a.holdfast.v1.PlacesOfGroup\".\n\rPlacesOfGroup\x12\x0f\n\x07offsets\x18\x01 \x03(\x12\x12\x0c\n\x04\x63rcs\x18\x02 \x03(\x07\"E\n\x0bUnpinCopies\x12\x0b\n\x03pin\x18\x01 \x01(\x03\x12)\n\x07\x64\x61maged\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\"\n\n\x08Unpinned\"3\n\rReleaseCopies\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x1a\n\x08Released\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"\x0f\n\rOwnersRequest\"\x1d\n\x06Owners\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\"j\n\x0cWantedCopies\x12\r\n\x05space\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.KeysOfGroup\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05nodes\x18\x04 \x03(\t\"\x1c\n\x0b\x46oundCopies\x12\r\n\x05tiers\x18\x01 \x03(\x0c\"\x1f\n\rBroughtCopies\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\",\n\x0cKeysOfPrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"H\n\x08PeerKeys\x12(\n\x05parts\x18\x01 \x03(\x0b\x32\x19.holdfast.v1.KeysOfPrefix\x12\x12\n\nsession_id\x18\x02 \x01(\t\"f\n\nPeerCopies\x12\'\n\x04keys\x18\x01 \x01(\x0b\x32\x19.holdfast.v1.KeysOfPrefix\x12\x13\n\x0bsession_ids\x18\x02 \x03(\t\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1b\n\tPutCopies\x12\x0e\n\x06\x63opies\x18\x01 \x01(\x05\"\x13\n\x11StoreStatsRequest\"\xe8\x01\n\nStoreStats\x12\x13\n\x0b\x62ytes_total\x18\x01 \x01(\x03\x12\x12\n\nbytes_used\x18\x02 \x01(\x03\x12\x0e\n\x06\x63opies\x18\x03 \x01(\x03\x12\x37\n\x08\x63ounters\x18\x04 \x03(\x0b\x32%.holdfast.v1.StoreStats.CountersEntry\x12\x17\n\x0f\x64isk_bytes_used\x18\x05 \x01(\x03\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x10\n\x08replicas\x18\x07 \x03(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*D\n\x04Tier\x12\r\n\tTIER_NONE\x10\x00\x12\x0f\n\x0bTIER_MEMORY\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_PEER\x10\x03\x32\xcf\x01\n\x0eKVStoreService\x12@\n\x03Use\x12\x19.holdfast.v1.StoreRequest\x1a\x1a.holdfast.v1.StoreResponse(\x01\x30\x01\x12;\n\x04\x46ind\x12\x19.holdfast.v1.WantedCopies\x1a\x18.holdfast.v1.FoundCopies\x12>\n\x05\x42ring\x12\x19.holdfast.v1.WantedCopies\x1a\x1a.holdfast.v1.BroughtCopies2\xfe\x01\n\x12KVStorePeerService\x12\x37\n\x04\x46ind\x12\x15.holdfast.v1.PeerKeys\x1a\x18.holdfast.v1.FoundCopies\x12\x36\n\x03Put\x12\x17.holdfast.v1.PeerCopies\x1a\x16.holdfast.v1.PutCopies\x12\x39\n\x05\x46\x65tch\x12\x15.holdfast.v1.PeerKeys\x1a\x17.holdfast.v1.PeerCopies0\x01\x12<\n\x07Release\x12\x1a.holdfast.v1.ReleaseCopies\x1a\x15.holdfast.v1.Releasedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STORESTATS_COUNTERSENTRY']._loaded_options = None
   _globals['_STORESTATS_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_TIER']._serialized_start=2187
-  _globals['_TIER']._serialized_end=2255
+  _globals['_TIER']._serialized_start=2203
+  _globals['_TIER']._serialized_end=2271
   _globals['_STOREREQUEST']._serialized_start=41
   _globals['_STOREREQUEST']._serialized_end=426
   _globals['_STORERESPONSE']._serialized_start=429
@@ -64,35 +64,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNPINNED']._serialized_start=1382
   _globals['_UNPINNED']._serialized_end=1392
   _globals['_RELEASECOPIES']._serialized_start=1394
-  _globals['_RELEASECOPIES']._serialized_end=1429
-  _globals['_RELEASED']._serialized_start=1431
-  _globals['_RELEASED']._serialized_end=1457
-  _globals['_OWNERSREQUEST']._serialized_start=1459
-  _globals['_OWNERSREQUEST']._serialized_end=1474
-  _globals['_OWNERS']._serialized_start=1476
-  _globals['_OWNERS']._serialized_end=1505
-  _globals['_WANTEDCOPIES']._serialized_start=1507
-  _globals['_WANTEDCOPIES']._serialized_end=1613
-  _globals['_FOUNDCOPIES']._serialized_start=1615
-  _globals['_FOUNDCOPIES']._serialized_end=1643
-  _globals['_BROUGHTCOPIES']._serialized_start=1645
-  _globals['_BROUGHTCOPIES']._serialized_end=1676
-  _globals['_KEYSOFPREFIX']._serialized_start=1678
-  _globals['_KEYSOFPREFIX']._serialized_end=1722
-  _globals['_PEERKEYS']._serialized_start=1724
-  _globals['_PEERKEYS']._serialized_end=1796
-  _globals['_PEERCOPIES']._serialized_start=1798
-  _globals['_PEERCOPIES']._serialized_end=1900
-  _globals['_PUTCOPIES']._serialized_start=1902
-  _globals['_PUTCOPIES']._serialized_end=1929
-  _globals['_STORESTATSREQUEST']._serialized_start=1931
-  _globals['_STORESTATSREQUEST']._serialized_end=1950
-  _globals['_STORESTATS']._serialized_start=1953
-  _globals['_STORESTATS']._serialized_end=2185
-  _globals['_STORESTATS_COUNTERSENTRY']._serialized_start=2138
-  _globals['_STORESTATS_COUNTERSENTRY']._serialized_end=2185
-  _globals['_KVSTORESERVICE']._serialized_start=2258
-  _globals['_KVSTORESERVICE']._serialized_end=2465
-  _globals['_KVSTOREPEERSERVICE']._serialized_start=2468
-  _globals['_KVSTOREPEERSERVICE']._serialized_end=2722
+  _globals['_RELEASECOPIES']._serialized_end=1445
+  _globals['_RELEASED']._serialized_start=1447
+  _globals['_RELEASED']._serialized_end=1473
+  _globals['_OWNERSREQUEST']._serialized_start=1475
+  _globals['_OWNERSREQUEST']._serialized_end=1490
+  _globals['_OWNERS']._serialized_start=1492
+  _globals['_OWNERS']._serialized_end=1521
+  _globals['_WANTEDCOPIES']._serialized_start=1523
+  _globals['_WANTEDCOPIES']._serialized_end=1629
+  _globals['_FOUNDCOPIES']._serialized_start=1631
+  _globals['_FOUNDCOPIES']._serialized_end=1659
+  _globals['_BROUGHTCOPIES']._serialized_start=1661
+  _globals['_BROUGHTCOPIES']._serialized_end=1692
+  _globals['_KEYSOFPREFIX']._serialized_start=1694
+  _globals['_KEYSOFPREFIX']._serialized_end=1738
+  _globals['_PEERKEYS']._serialized_start=1740
+  _globals['_PEERKEYS']._serialized_end=1812
+  _globals['_PEERCOPIES']._serialized_start=1814
+  _globals['_PEERCOPIES']._serialized_end=1916
+  _globals['_PUTCOPIES']._serialized_start=1918
+  _globals['_PUTCOPIES']._serialized_end=1945
+  _globals['_STORESTATSREQUEST']._serialized_start=1947
+  _globals['_STORESTATSREQUEST']._serialized_end=1966
+  _globals['_STORESTATS']._serialized_start=1969
+  _globals['_STORESTATS']._serialized_end=2201
+  _globals['_STORESTATS_COUNTERSENTRY']._serialized_start=2154
+  _globals['_STORESTATS_COUNTERSENTRY']._serialized_end=2201
+  _globals['_KVSTORESERVICE']._serialized_start=2274
+  _globals['_KVSTORESERVICE']._serialized_end=2481
+  _globals['_KVSTOREPEERSERVICE']._serialized_start=2484
+  _globals['_KVSTOREPEERSERVICE']._serialized_end=2738
 # @@protoc_insertion_point(module_scope)

@@ -153,10 +153,12 @@ class Unpinned(_message.Message):
     def __init__(self) -> None: ...
 
 class ReleaseCopies(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Released(_message.Message):
     __slots__ = ("copies",)

@@ -158,8 +158,8 @@ class ResponseTurns:
         self, response: StoredResponse, tenant: str, sampling: session_pb2.Sampling, session: Session | None
     ) -> tuple[int, array[int]]:
         """Called with the session locked: what is read here does not change before the turn begins."""
-        if session is not None and response.previous_response_id and session.session_id != f"fork-{response.id}":
-            head = await self._journal.get_object(tenant, f"head/{session.session_id}")
+        if session is not None and response.previous_response_id and session.record.shown_id != f"fork-{response.id}":
+            head = await self._journal.get_object(tenant, f"head/{session.record.shown_id}")
             if head != response.previous_response_id.encode():
                 raise _SessionChanged("another turn followed on the session")
         use = tool_use_of(response)
@@ -329,7 +329,7 @@ class ResponseTurns:
     async def _watch_cancel(self, response_id: str, tenant: str) -> None:
         while await self._journal.get_object(tenant, f"cancel/{response_id}") is None:
             await asyncio.sleep(CANCEL_POLL_S)
-        self._core.live.abort(response_id)
+        self._core.live.abort(tenant, response_id)
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response, and with the last response of a session the session. Raises ResponseNotFound."""

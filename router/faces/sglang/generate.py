@@ -17,8 +17,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
+from router.access.rules import OPERATOR
 from router.core import RouterCore
-from router.faces.http import Tenant, collect, event_stream, first_chunk, until_disconnect
+from router.faces.http import Caller, Tenant, collect, event_stream, first_chunk, until_disconnect
 from router.faces.several import collect_all, first_of, side_by_side
 from router.faces.sglang.answers import Answer, answer_events, batch_events
 from router.faces.sglang.bodies import (
@@ -46,7 +47,7 @@ def sglang_routes(core: RouterCore) -> APIRouter:
         if not body.streaming:
             await trees.open(session_id, tenant)
             return session_id
-        return (await core.control.open_session(session_id, tenant)).session_id
+        return (await core.control.open_session(session_id, tenant)).shown_id
 
     @routes.get("/close_session")
     @routes.post("/close_session")
@@ -89,11 +90,13 @@ def sglang_routes(core: RouterCore) -> APIRouter:
         return answer.body()
 
     @routes.post("/abort_request")
-    async def abort_request(tenant: Tenant, body: AbortBody) -> Response:
-        for turn_id in core.live.ids(tenant):
+    async def abort_request(caller: Caller, body: AbortBody) -> Response:
+        """The tenant's turns. An operator's ``abort_all`` is of all tenants' turns."""
+        everything = body.abort_all and OPERATOR in caller.roles
+        for tenant, turn_id in core.live.ids(None if everything else caller.tenant):
             # SGLang matches by prefix, which aborts all parts of a batch.
             if body.abort_all or (body.rid and turn_id.startswith(body.rid)):
-                core.live.abort(turn_id)
+                core.live.abort(tenant, turn_id)
         return Response(status_code=200)
 
     @routes.post("/pause_generation")
@@ -110,9 +113,11 @@ def sglang_routes(core: RouterCore) -> APIRouter:
 
     @routes.get("/flush_cache")
     @routes.post("/flush_cache")
-    async def flush_cache() -> Response:
+    async def flush_cache(caller: Caller) -> Response:
+        """Drop the tenant's cached KV; an operator's call drops all tenants'."""
+        tenant = None if OPERATOR in caller.roles else caller.tenant
         for link in core.fleet.alive():
-            await link.flush(core.config.control_timeout_s)
+            await link.flush(tenant, core.config.control_timeout_s)
         return Response("Cache flushed.\n")
 
     return routes

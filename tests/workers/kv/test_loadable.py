@@ -63,7 +63,7 @@ def test_filled_pages_are_noted_once_with_the_digest_of_their_tokens() -> None:
     cache.release_session("a")
     cache.flush()
     assert events.take() == ([], ["a"], True) and events.take() == ([], [], False)
-    assert (released, flushed) == ([], False)
+    assert (released, flushed) == ([], [])
 
 
 def test_a_page_that_was_evicted_is_not_unchanged_even_if_it_holds_the_same_tokens_again() -> None:
