@@ -81,6 +81,13 @@ class Config(BaseModel):
         None, description="file of accepted keys, as holdfast keys writes it; it is read again when it changes"
     )
     audit_log: Path | None = Field(None, description="file to which lines are added of what operators do, as JSON")
+    ssl_certfile: Path | None = Field(
+        None, description="TLS for clients, over HTTP and gRPC: certificate with its chain"
+    )
+    ssl_keyfile: Path | None = Field(None, description="the certificate's key; new files are taken over while serving")
+    insecure_internal: bool = Field(
+        False, description="clear text between routers, workers and stores, and nobody is asked who they are"
+    )
     no_auth: bool = Field(False, description="serve others than this machine without any key")
     address: str | None = Field(None, description="existing Ray cluster to join; default: a fresh local one")
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
@@ -158,6 +165,8 @@ class Config(BaseModel):
         """Check what no single field can. Raises ConfigError."""
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"model: {self.model} is not a checkpoint folder (it has no config.json)")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile, ssl_keyfile: TLS needs both")
         if (self.kv_disk_path is not None) != (self.kv_disk_size > 0):
             raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
         if self.kv_disk_path is not None and not self.hicache_size:
@@ -232,6 +241,8 @@ class Config(BaseModel):
             api_keys=(*map(given_key, self.api_key), *(given_key(key, ROLES) for key in self.admin_api_key)),
             api_key_file=self.api_key_file and self.api_key_file.resolve(),
             audit_log=self.audit_log and self.audit_log.resolve(),
+            ssl_certfile=self.ssl_certfile and self.ssl_certfile.resolve(),
+            ssl_keyfile=self.ssl_keyfile and self.ssl_keyfile.resolve(),
             journal_path=self.journal_path.resolve(),
             journal_url=self.journal_url,
             journal_durability=self.journal_durability,

@@ -10,6 +10,8 @@ import sys
 import psutil
 import ray
 
+from holdfast import tls
+from holdfast.tls import Identity
 from router.config import RouterConfig
 from router.fleet.link import WorkerAddress
 
@@ -41,6 +43,10 @@ class RouterActor:
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         await self._server.set_workers(workers)
+
+    async def use_identity(self, identity: Identity | None) -> None:
+        """Who this process is, before it starts to serve, and again when its certificate is renewed."""
+        tls.use_identity(identity)
 
     async def process(self) -> tuple[int, float]:
         """The process's pid and start time: pids are reused."""

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from holdfast.errors import ConfigError
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
+from router.access.certificate import ServedCertificate
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
 from router.core import RouterCore
@@ -53,6 +54,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _certificate(config: RouterConfig) -> ServedCertificate | None:
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    return ServedCertificate(config.ssl_certfile, config.ssl_keyfile)
+
+
 def _journal(config: RouterConfig) -> Journal:
     limit, retention_s = config.max_sessions_per_tenant, config.tombstone_retention_s
     if config.journal_url is not None:
@@ -70,6 +77,8 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self._journal: Journal = _journal(config)
+        self._certificate = _certificate(config)
+        self._keeping: asyncio.Task[None] | None = None
         self.core = RouterCore(config, self._journal, TextCodec(config.model), Metrics())
 
     async def start(self) -> tuple[int, int]:
@@ -84,7 +93,7 @@ class RouterServer:
         reflection.enable_server_reflection(names, self._grpc)
         listener = _listen(self.config.host, self.config.port)
         try:
-            grpc_port = self._grpc.add_insecure_port(f"{self.config.host}:{self.config.grpc_port}")
+            grpc_port = self._listen_grpc(f"{self.config.host}:{self.config.grpc_port}")
         except RuntimeError:
             raise ConfigError(f"grpc_port: {self.config.grpc_port} of {self.config.host} cannot be bound") from None
         await self._grpc.start()
@@ -100,11 +109,20 @@ class RouterServer:
             timeout_graceful_shutdown=round(self.config.drain_timeout_s),
             lifespan="off",
         )
+        settings.load()
+        if self._certificate is not None:
+            settings.ssl = self._certificate.context
+            self._keeping = asyncio.create_task(self._certificate.keep())
         self._http = _HttpServer(settings)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started:
             await asyncio.sleep(0.01)
         return listener.getsockname()[1], grpc_port
+
+    def _listen_grpc(self, address: str) -> int:
+        if self._certificate is None:
+            return int(self._grpc.add_insecure_port(address))
+        return int(self._grpc.add_secure_port(address, self._certificate.grpc_credentials()))
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         """Replace the set of workers."""
@@ -113,6 +131,8 @@ class RouterServer:
     async def stop(self) -> None:
         """Give live turns ``drain_timeout_s`` to end, then close everything."""
         self.core.live.closing = True
+        if self._keeping is not None:
+            self._keeping.cancel()
         await self._batches.stop()
         self._http.should_exit = True
         await asyncio.gather(

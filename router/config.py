@@ -26,6 +26,9 @@ class RouterConfig:
     """What is kept of the keys that are accepted."""
     api_key_file: Path | None = None
     """More keys. No keys and no file: no authentication, one tenant."""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    """TLS for clients, over HTTP and gRPC; both or neither."""
     audit_log: Path | None = None
     """What operators do is written there."""
     journal_path: Path = Path("holdfast.db")

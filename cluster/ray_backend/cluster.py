@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from dataclasses import replace
 
 import ray
 
+from cluster.authority import RENEW_S, Authority
 from cluster.config import Config
 from cluster.ray_backend.connect import LOOPBACK
 from cluster.ray_backend.node_stores import NodeStores
 from cluster.ray_backend.router_process import RouterProcess
 from cluster.ray_backend.worker_group import WorkerGroup
 from cluster.supervisor import Supervisor
+from holdfast import tls
 from holdfast.errors import NoWorkerAvailable
+from holdfast.tls import SUPERVISOR
 from router.fleet.link import WorkerAddress
 from workers.store.folders import cluster_folder, remove_stale
 from workers.store.server import DiskConfig
 
+log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 2.0
+RENEW_TIMEOUT_S = 30.0
 GB = 1e9
 
 
@@ -28,6 +34,9 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._authority = None if config.insecure_internal else Authority()
+        tls.use_identity(self._issue(SUPERVISOR))
+        self._renewing: asyncio.Task[None] | None = None
         engine, num_bytes = config.engine(), int(config.hicache_size * GB)
         self._stores: NodeStores | None = None
         if num_bytes:
@@ -40,6 +49,7 @@ class Cluster:
                 _disk(config),
                 ranks_on=lambda: [node for worker in self.workers for node in worker.nodes()],
                 host=LOOPBACK if config.address is None else None,
+                issue=self._issue,
                 num_replicas=config.kv_replicas,
                 write_bytes_per_s=config.kv_store_write_mb_per_s * 1e6,
             )
@@ -47,10 +57,18 @@ class Cluster:
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
         )
-        self.routers = [RouterProcess(i, config.router(i)) for i in range(config.routers)]
+        self.routers = [RouterProcess(i, config.router(i), self._issue) for i in range(config.routers)]
         host = LOOPBACK if config.address is None else None
         self.workers = [
-            WorkerGroup(f"worker-{i}", config.tp, engine, use_gpu=use_gpu, strategy=config.tp_placement, host=host)
+            WorkerGroup(
+                f"worker-{i}",
+                config.tp,
+                engine,
+                use_gpu=use_gpu,
+                strategy=config.tp_placement,
+                host=host,
+                issue=self._issue,
+            )
             for i in range(config.workers)
         ]
         self._supervisor = Supervisor(
@@ -64,7 +82,8 @@ class Cluster:
     @property
     def urls(self) -> list[str]:
         """The routers' HTTP addresses."""
-        return [f"http://{router.config.host}:{router.config.port}" for router in self.routers]
+        scheme = "https" if self.config.ssl_certfile is not None else "http"
+        return [f"{scheme}://{router.config.host}:{router.config.port}" for router in self.routers]
 
     @property
     def grpc_urls(self) -> list[str]:
@@ -87,17 +106,38 @@ class Cluster:
         """Start everything; returns when the routers reach every worker. Raises HoldfastError."""
         try:
             await self._supervisor.start()
+            self._renewing = asyncio.create_task(self._renew())
         except TimeoutError:
             raise NoWorkerAvailable(f"the cluster did not start within {self.config.start_timeout_s} s") from None
 
     async def stop(self) -> None:
         """Give live turns ``drain_timeout_s`` to end, then end everything."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
         await self._supervisor.stop()
         timeout_s = self.config.drain_timeout_s + STOP_TIMEOUT_S
         await asyncio.gather(*(router.stop(timeout_s) for router in self.routers))
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))
         if self._stores is not None:
             await self._stores.stop()
+
+    def _issue(self, role: str) -> tls.Identity | None:
+        return self._authority.issue(role) if self._authority is not None else None
+
+    async def _renew(self) -> None:
+        """Give all processes new certificates, long before those they have expire. Streams go on."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            tls.use_identity(self._issue(SUPERVISOR))
+            renews = [*(router.renew for router in self.routers), *(worker.renew for worker in self.workers)]
+            if self._stores is not None:
+                renews.append(self._stores.renew)
+            # One that does not answer is started again by the supervisor, with a new certificate.
+            renewals = (asyncio.wait_for(renew(), RENEW_TIMEOUT_S) for renew in renews)
+            for result in await asyncio.gather(*renewals, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.warning("a certificate was not renewed: %r", result)
 
 
 def _disk(config: Config) -> DiskConfig | None:

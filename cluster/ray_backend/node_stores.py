@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_backend.processes import END_TIMEOUT_S, end_process, ray_errors
+from holdfast.tls import STORE, Identity
 from workers.serving.actor import KVStoreActor
 from workers.store.folders import node_folder
 from workers.store.server import DiskConfig
@@ -38,10 +39,12 @@ class NodeStores:
         *,
         ranks_on: Callable[[], Iterable[str]],
         host: str | None,
+        issue: Callable[[str], Identity | None],
         num_replicas: int,
         write_bytes_per_s: float,
     ) -> None:
         self._folder, self._num_replicas, self._ranks_on = folder, num_replicas, ranks_on
+        self._issue = issue
         self._given = (num_bytes, disk, host, write_bytes_per_s)
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, tuple[str, str]] = {}
@@ -66,6 +69,10 @@ class NodeStores:
             self._addresses.pop(gone, None)
         await asyncio.gather(*(self._keep(node) for node in nodes))
         await self._introduce()
+
+    async def renew(self) -> None:
+        """Give every store a new certificate."""
+        await asyncio.gather(*(actor.use_identity.remote(self._issue(STORE)) for actor in self._actors.values()))
 
     async def stop(self) -> None:
         """End all stores, and remove what they hold."""
@@ -95,6 +102,7 @@ class NodeStores:
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
             self._processes[node] = await actor.process.remote()
             self._actors[node] = actor
+            await actor.use_identity.remote(self._issue(STORE))
             self._addresses[node] = await actor.start.remote()
 
     async def _introduce(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_backend.processes import death_of, end_process, first_of, ray_errors, unanswered_for
+from holdfast.tls import ROUTER, Identity
 from router.actor import RouterActor
 from router.config import RouterConfig
 from router.fleet.link import WorkerAddress
@@ -26,8 +28,8 @@ SILENCE_S = 2 * ROUTER_LEASE_S
 class RouterProcess:
     """One router on this node, where its ports and its journal file are."""
 
-    def __init__(self, index: int, config: RouterConfig) -> None:
-        self.index = index
+    def __init__(self, index: int, config: RouterConfig, issue: Callable[[str], Identity | None]) -> None:
+        self.index, self._issue = index, issue
         self.name = f"router {index}"
         self.config = config
         self.serves = False
@@ -42,10 +44,15 @@ class RouterProcess:
         self._actor = actor_class.options(**options).remote(self.config)
         with ray_errors(f"{self.name} did not start"):
             self._process = await self._actor.process.remote()
+            await self.renew()
             port, grpc_port = await self._actor.start.remote(workers)
         # The next actor serves on the same ports.
         self.config = replace(self.config, port=port, grpc_port=grpc_port)
         self.serves = True
+
+    async def renew(self) -> None:
+        """Give the router a new certificate."""
+        await self._actor.use_identity.remote(self._issue(ROUTER))
 
     async def set_workers(self, workers: list[WorkerAddress]) -> None:
         with ray_errors(f"{self.name} does not answer"):

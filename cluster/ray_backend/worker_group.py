@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.ray_backend.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, unanswered_for
+from holdfast import tls
+from holdfast.tls import LEADER, RANK, Identity
 from router.fleet.link import WorkerAddress
 from workers.config import EngineConfig
 from workers.serving.actor import RankActor, RankProcess
@@ -25,7 +27,15 @@ class WorkerGroup:
     """The ranks of one worker. They start together and end together."""
 
     def __init__(
-        self, worker_id: str, size: int, config: EngineConfig, *, use_gpu: bool, strategy: str, host: str | None
+        self,
+        worker_id: str,
+        size: int,
+        config: EngineConfig,
+        *,
+        use_gpu: bool,
+        strategy: str,
+        host: str | None,
+        issue: Callable[[str], Identity | None],
     ) -> None:
         self.name = worker_id
         self.size = size
@@ -34,7 +44,7 @@ class WorkerGroup:
         self._config = config
         self._bundle = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {})
         self._strategy = strategy
-        self._host = host
+        self._host, self._issue = host, issue
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._processes: list[RankProcess] = []
@@ -53,9 +63,16 @@ class WorkerGroup:
         self._actors = [self._actor(rank, incarnation) for rank in range(self.size)]
         # Known before they load anything, so that ``end`` can end them wherever they hang.
         self._processes = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
+        await self.renew()
         store = await self._actors[0].open_store.remote() if self.size > 1 else None
         leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
         self.address = WorkerAddress(self.name, incarnation, leader, self._config.max_running_requests)
+
+    async def renew(self) -> None:
+        """Give every rank a new certificate."""
+        roles = [RANK if rank else LEADER for rank in range(len(self._actors))]
+        gives = [a.use_identity.remote(self._issue(role)) for a, role in zip(self._actors, roles, strict=True)]
+        await asyncio.gather(*gives)
 
     async def failed(self) -> str:
         """Returns, with the reason, when a rank has died or the leader does not answer within the lease."""
@@ -114,7 +131,7 @@ class WorkerGroup:
         """Returns when the leader has not answered for a lease: a stopped process does not die."""
         lease_s = self._config.rank_lease_s
         assert self.address is not None, "the worker serves"
-        async with grpc.aio.insecure_channel(self.address.address) as channel:
+        async with tls.channel(self.address.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             await unanswered_for(lease_s, lambda: stub.Check(health_pb2.HealthCheckRequest()))
         return f"the leader has not answered for {lease_s} s"

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from holdfast import tls
 from holdfast.errors import NoWorkerAvailable
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
@@ -204,7 +205,7 @@ class WorkerLink:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.address.address, options=LINK_OPTIONS)
+        self._channel = tls.channel(self.address.address, LINK_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def _run(self) -> None:

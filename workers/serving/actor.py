@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import ray
 
+from holdfast import tls
+from holdfast.tls import Identity
 from workers.config import EngineConfig
 from workers.store.folders import node_folder
 from workers.store.server import DiskConfig, KVStore
@@ -50,6 +52,10 @@ class RankActor:
         self._stopped = asyncio.Event()
         self._store: Store | None = None
         self._server: WorkerServer | RankServer | None = None
+
+    async def use_identity(self, identity: Identity | None) -> None:
+        """Who this process is, before it starts to serve, and again when its certificate is renewed."""
+        tls.use_identity(identity)
 
     async def process(self) -> RankProcess:
         return RankProcess(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
@@ -112,6 +118,10 @@ class KVStoreActor:
     ) -> None:
         self._store = KVStore(folder, num_bytes, disk=disk, write_bytes_per_s=write_bytes_per_s)
         self._host = host or ray.util.get_node_ip_address()
+
+    async def use_identity(self, identity: Identity | None) -> None:
+        """Who this process is, before it starts to serve, and again when its certificate is renewed."""
+        tls.use_identity(identity)
 
     async def process(self) -> tuple[int, float]:
         """The process's pid and start time: pids are reused."""

@@ -14,10 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import DeadlineExceeded, HoldfastError, MigrationRefused
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import kv_pb2, kv_pb2_grpc, rank_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import CHANNEL_OPTIONS, abort_with, error_from_rpc, sent_error
+from holdfast.wire import abort_with, error_from_rpc, sent_error
 from workers.engine.leader import Leader
 from workers.engine.migration import Columns, ExportedKV, PendingImport, read_pages, write_pages
 from workers.engine.rank import Rank
@@ -75,7 +76,7 @@ async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest) -> int:
     """
     missing, num_retries, num_bytes = _unpack(request.columns), 0, 0
     try:
-        async with asyncio.timeout(request.timeout_s), _channel(request.address) as channel:
+        async with asyncio.timeout(request.timeout_s), tls.channel(request.address) as channel:
             stub = kv_pb2_grpc.KVServiceStub(channel)
             while any(missing):
                 call = stub.Read(kv_pb2.ReadRequest(transfer_id=request.transfer_id, columns=_pack(missing)))
@@ -118,7 +119,7 @@ class Importer:
             session_id=request.session_id, transfer_id=transfer_id, timeout_s=request.timeout_s
         )
         try:
-            async with asyncio.timeout(request.timeout_s), _channel(request.source_address) as channel:
+            async with asyncio.timeout(request.timeout_s), tls.channel(request.source_address) as channel:
                 call = worker_pb2_grpc.WorkerServiceStub(channel).Export(export, timeout=request.timeout_s)
                 try:
                     answer = await self._import(call, request, transfer_id)
@@ -221,7 +222,3 @@ def _pack(columns: Columns) -> list[bytes]:
 
 def _unpack(columns: Sequence[bytes]) -> Columns:
     return [unpack_tokens(part).tolist() for part in columns]
-
-
-def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

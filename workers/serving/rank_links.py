@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import RankDiverged
 from holdfast.silence import silent_for
 from holdfast.v1 import rank_pb2, rank_pb2_grpc, worker_pb2
-from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
+from holdfast.wire import error_from_rpc
 from workers.engine.step_log import LogWriter
 
 log = logging.getLogger("holdfast.rank")
@@ -100,7 +101,7 @@ class RankLinks:
     # ---- inside -----------------------------------------------------------------------------------
 
     async def _open(self, rank: int, address: str) -> Any:
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = tls.channel(address)
         self._channels[rank] = channel
         call = rank_pb2_grpc.RankServiceStub(channel).Follow(wait_for_ready=True)
         message = await call.read()

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import MigrationRefused, RankDiverged, StaleEpoch
 from holdfast.silence import silent_for
 from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
-from holdfast.wire import SERVER_OPTIONS, abort_with, sends_errors
+from holdfast.wire import abort_with, sends_errors
 from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.follower import Follower
@@ -56,10 +57,10 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         )
         if self._config.kv_store is not None:
             self._copies = PageCopies(self.follower, self._config)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = tls.server()
         rank_pb2_grpc.add_RankServiceServicer_to_server(self, server)
         kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self.follower), server)
-        port = server.add_insecure_port(f"{host}:0")
+        port = tls.listen(server, f"{host}:0")
         self.follower.start()
         await server.start()
         self._server = server

@@ -14,9 +14,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from holdfast import tls
 from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.v1 import kv_pb2_grpc, session_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import SERVER_OPTIONS, abort_with, sends_errors
+from holdfast.wire import abort_with, sends_errors
 from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
@@ -88,14 +89,14 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         addresses = await asyncio.to_thread(followers)
         timeout_s = self._config.collective_timeout_s
         await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = tls.server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
         kv_pb2_grpc.add_KVServiceServicer_to_server(KVServer(self._leader), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection(names, server)
-        port = server.add_insecure_port(f"{host}:0")
+        port = tls.listen(server, f"{host}:0")
         self._metrics = MetricsServer(host, self._stats)
         self._leader.start()
         await server.start()

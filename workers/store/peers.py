@@ -15,9 +15,9 @@ from contextlib import suppress
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import store_pb2, store_pb2_grpc
-from holdfast.wire import CHANNEL_OPTIONS
 from workers.store.contents import Contents
 from workers.store.copies import Copy
 from workers.store.peer_server import in_messages, message_of, parts_of, take
@@ -122,12 +122,15 @@ class _PeerLink:
     def __init__(self, node: str, address: str, contents: Contents, bytes_per_s: float, counters: Counter[str]) -> None:
         self.address = address
         self._node, self._contents, self._bytes_per_s, self._counters = node, contents, bytes_per_s, counters
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = store_pb2_grpc.KVStorePeerServiceStub(self._channel)
+        self._connect()
         self._waiting: deque[Copy] = deque(maxlen=MAX_WAITING)
         self._released: dict[tuple[str, str], store_pb2.ReleaseCopies] = {}
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._send())
+
+    def _connect(self) -> None:
+        self._channel = tls.channel(self.address)
+        self._stub = store_pb2_grpc.KVStorePeerServiceStub(self._channel)
 
     async def stop(self) -> None:
         self._task.cancel()
@@ -181,6 +184,8 @@ class _PeerLink:
                 log.info("node %s takes no copies now: %s", self._node, error.code().name)
                 self._changed.set()
                 await asyncio.sleep(RETRY_S)
+                await self._channel.close()
+                self._connect()  # with this process's certificate of now
 
     async def _send_some(self) -> None:
         some = [self._waiting.popleft() for _ in range(min(SENT_TOGETHER, len(self._waiting)))]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import ConfigError
 from holdfast.v1 import store_pb2, store_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
@@ -113,9 +114,9 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
         self.peers = Peers(self.contents, self._write_bytes_per_s)
 
     async def _serve_peers(self, host: str) -> str:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = tls.server()
         store_pb2_grpc.add_KVStorePeerServiceServicer_to_server(PeerServer(self.contents), server)
-        port = server.add_insecure_port(f"{host}:0")
+        port = tls.listen(server, f"{host}:0")
         await self._serve(server)
         return f"{host}:{port}"
 

@@ -1,0 +1,138 @@
+"""Mutual TLS between a cluster's processes: who a process is, and what each service lets whom do.
+
+Each process has one identity: a certificate of the cluster's authority, which names the cluster and the process's role.
+A server wants such a certificate of every caller, and asks for the caller's role method by method. Without an identity
+links are in clear text, as in tests and with ``insecure_internal``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+
+SUPERVISOR, ROUTER, LEADER, RANK, STORE = ROLES = ("supervisor", "router", "leader", "rank", "store")
+ANY = frozenset(ROLES)
+CALLERS = {
+    "/holdfast.v1.WorkerService/Export": frozenset((LEADER,)),
+    "/holdfast.v1.WorkerService/": frozenset((ROUTER,)),
+    "/holdfast.v1.RankService/": frozenset((LEADER,)),
+    "/holdfast.v1.KVService/": frozenset((LEADER, RANK)),
+    "/holdfast.v1.KVStorePeerService/": frozenset((STORE,)),
+    "/grpc.health.v1.Health/": ANY,
+    "/grpc.reflection.v1alpha.ServerReflection/": ANY,
+}
+"""Who may call what: by method, else by service. What is not here is nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process's, as PEM. ``name``: the cluster's, which all its certificates are valid for."""
+
+    name: str
+    authority: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
+class _Process:
+    identity: Identity | None = None
+
+
+def use_identity(identity: Identity | None) -> None:
+    """Who this process is from now on. Servers show it in their next handshake, clients in their next channel."""
+    _Process.identity = identity
+
+
+def server(options: Sequence[tuple[str, Any]] = SERVER_OPTIONS) -> grpc.aio.Server:
+    """A server for the cluster's processes."""
+    interceptors = [_AskForRole(_Process.identity.name)] if _Process.identity is not None else []
+    return grpc.aio.server(options=list(options), interceptors=interceptors)
+
+
+def listen(server: grpc.aio.Server, address: str) -> int:
+    """Have a server listen. Returns the port."""
+    if _Process.identity is None:
+        return int(server.add_insecure_port(address))
+    # It asks for the configuration in each handshake: a renewed certificate needs no restart.
+    credentials = grpc.dynamic_ssl_server_credentials(_configuration(), _configuration, True)
+    return int(server.add_secure_port(address, credentials))
+
+
+def channel(address: str, options: Sequence[tuple[str, Any]] = CHANNEL_OPTIONS) -> grpc.aio.Channel:
+    """A channel to a process of the cluster."""
+    identity = _Process.identity
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=list(options))
+    credentials = grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
+    # A process is reached by address; what is verified is that it is of this cluster.
+    named = [*options, ("grpc.ssl_target_name_override", identity.name)]
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def role_uri(cluster: str, role: str) -> str:
+    """What a certificate says of its holder."""
+    return f"holdfast://{cluster}/{role}"
+
+
+def _configuration() -> grpc.ServerCertificateConfiguration:
+    identity = _Process.identity
+    assert identity is not None, "a process does not lose its identity"
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], identity.authority)
+
+
+class _AskForRole(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here
+    """Refuses callers whose certificates do not name the cluster and a role that may call the method."""
+
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        service = details.method[: details.method.rindex("/") + 1]
+        roles = CALLERS.get(details.method, CALLERS.get(service, frozenset()))
+        allowed = {role_uri(self._cluster, role).encode() for role in roles}
+        return _guarded(handler, allowed, details.method)
+
+
+def _guarded(handler: Any, allowed: set[bytes], method: str) -> Any:
+    async def check(context: grpc.aio.ServicerContext) -> None:
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if allowed.isdisjoint(names):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this certificate's role may not call {method}")
+
+    def one(act: Any) -> Any:
+        async def checked(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await check(context)
+            return await act(request, context)
+
+        return checked
+
+    def stream(act: Any) -> Any:
+        async def checked(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            await check(context)
+            answers = act(request, context)
+            try:
+                async for answer in answers:
+                    yield answer
+            finally:
+                await answers.aclose()
+
+        return checked
+
+    kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, one),
+        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, one),
+        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, stream),
+    }
+    make, act, guard = kinds[handler.request_streaming, handler.response_streaming]
+    return make(guard(act), handler.request_deserializer, handler.response_serializer)

@@ -1,0 +1,223 @@
+"""Links between a cluster's processes: who may call what, and what strangers find."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cluster.authority import Authority
+from holdfast import tls
+from holdfast.tls import CALLERS, LEADER, ROLES, ROUTER, SUPERVISOR, Identity
+from holdfast.v1 import (
+    kv_pb2,
+    kv_pb2_grpc,
+    rank_pb2,
+    rank_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from tests.cluster.served import Served, serving
+from tests.harness import HOST, start_group, stop_group
+from workers.config import EngineConfig
+
+SERVICES: dict[str, tuple[Any, Any, Any, str]] = {
+    "WorkerService": (worker_pb2, worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc, "worker"),
+    "RankService": (rank_pb2, rank_pb2_grpc.RankServiceServicer, rank_pb2_grpc, "rank"),
+    "KVService": (kv_pb2, kv_pb2_grpc.KVServiceServicer, kv_pb2_grpc, "kv"),
+    "KVStorePeerService": (store_pb2, store_pb2_grpc.KVStorePeerServiceServicer, store_pb2_grpc, "store"),
+}
+LET_IN = "UNIMPLEMENTED"
+
+
+@pytest.fixture(autouse=True)
+def nobody() -> Iterator[None]:
+    """This process is nobody again after each test."""
+    yield
+    tls.use_identity(None)
+
+
+@asynccontextmanager
+async def doors(authority: Authority) -> AsyncIterator[str]:
+    """A server of every service, behind which nothing is done. Yields its address."""
+    tls.use_identity(authority.issue(LEADER))
+    server = tls.server()
+    for name, (_, servicer, module, _) in SERVICES.items():
+        getattr(module, f"add_{name}Servicer_to_server")(servicer(), server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    port = tls.listen(server, f"{HOST}:0")
+    await server.start()
+    try:
+        yield f"{HOST}:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def calling_as(identity: Identity | None, address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel of a process with that identity; the server's stays what it was."""
+    own = tls._Process.identity
+    tls.use_identity(identity)
+    # Channels of a process share connections, whoever they say they are: not these.
+    channel = tls.channel(address, [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)])
+    tls.use_identity(own)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+async def outcome(channel: grpc.aio.Channel, service: str, method: Any) -> str:
+    """How a call ends."""
+    stub = getattr(SERVICES[service][2], f"{service}Stub")(channel)
+    call = getattr(stub, method.name)
+    request = method.input_type._concrete_class()
+    try:
+        answer = call(iter([request]) if method.client_streaming else request, timeout=10)
+        if method.server_streaming:
+            await answer.read()
+        else:
+            await answer
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+def methods() -> list[tuple[str, Any]]:
+    return [
+        (service, method)
+        for service, (messages, _, _, _) in SERVICES.items()
+        for method in messages.DESCRIPTOR.services_by_name[service].methods
+    ]
+
+
+def test_every_service_between_processes_is_looked_at() -> None:
+    known = {name.split("/")[1].split(".")[-1] for name in CALLERS}
+    assert known == {*SERVICES, "Health", "ServerReflection"}
+
+
+async def test_every_method_asks_for_its_role() -> None:
+    authority, wrong = Authority(), []
+    async with doors(authority) as address:
+        for role in ROLES:
+            async with calling_as(authority.issue(role), address) as channel:
+                for service, method in methods():
+                    full = f"/holdfast.v1.{service}/{method.name}"
+                    may = role in CALLERS.get(full, CALLERS[f"/holdfast.v1.{service}/"])
+                    got = await outcome(channel, service, method)
+                    if got != (LET_IN if may else "PERMISSION_DENIED"):
+                        wrong.append((role, full, got))
+                check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+    assert not wrong
+
+
+@pytest.mark.parametrize("who", ["clear text", "no certificate", "another cluster", "expired"])
+async def test_strangers_get_no_connection(who: str) -> None:
+    authority = Authority()
+    async with doors(authority) as address:
+        identity: Identity | None = None
+        if who == "another cluster":
+            other = Authority()
+            other.name = authority.name
+            identity = other.issue(ROUTER)
+        elif who == "expired":
+            past = Authority(lifetime=timedelta(hours=-1))
+            past.name, past._key, past._certificate = authority.name, authority._key, authority._certificate
+            past._lifetime = timedelta(seconds=-60)
+            identity = past.issue(ROUTER)
+        if who == "no certificate":
+            trust = grpc.ssl_channel_credentials(authority.issue(ROUTER).authority)
+            options = [("grpc.ssl_target_name_override", authority.name)]
+            channel = grpc.aio.secure_channel(address, trust, options=options)
+            assert await outcome(channel, *methods()[0]) == "UNAVAILABLE"
+            await channel.close()
+            return
+        async with calling_as(identity, address) as channel:
+            for service, method in methods():
+                assert await outcome(channel, service, method) == "UNAVAILABLE"
+
+
+async def test_a_certificate_of_the_same_authority_for_another_cluster_is_refused() -> None:
+    """As when two clusters have the authority of one company."""
+    authority = Authority()
+    mine = authority.name
+    async with doors(authority) as address:
+        authority.name = "another.holdfast"
+        stranger = authority.issue(ROUTER)
+        authority.name = mine
+        credentials = grpc.ssl_channel_credentials(stranger.authority, stranger.key, stranger.certificate)
+        options = [("grpc.ssl_target_name_override", mine), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
+            for service, method in methods():
+                assert await outcome(channel, service, method) == "PERMISSION_DENIED"
+
+
+async def test_a_renewed_certificate_breaks_no_stream_and_serves_the_next() -> None:
+    authority = Authority()
+    tls.use_identity(authority.issue(LEADER))
+    leader, followers, address = await start_group("w", 1, EngineConfig(max_total_tokens=1024))
+    try:
+        async with calling_as(authority.issue(ROUTER), address) as channel:
+            stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+            assert (await stream.read()).welcome.worker_id == "w"
+            # What the server has shown so far is worth nothing from now on.
+            renewed = authority.issue(LEADER)
+            tls.use_identity(renewed)
+            assert (await stream.read()).WhichOneof("message") == "beat"
+            async with calling_as(authority.issue(ROUTER), address) as later:
+                stats = await worker_pb2_grpc.WorkerServiceStub(later).Stats(worker_pb2.StatsRequest(), timeout=10)
+                assert stats.worker_id == "w"
+            assert (await stream.read()).WhichOneof("message") == "beat"
+            stream.cancel()
+    finally:
+        await stop_group(leader, followers)
+
+
+def test_no_key_is_in_what_is_printed() -> None:
+    identity = Authority().issue(SUPERVISOR)
+    assert "PRIVATE" in identity.key.decode() and "PRIVATE" not in repr(identity)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("tls"), "--tp", "2", "--hicache-size", "0.05", "--workers", "1") as cluster:
+        yield cluster
+
+
+async def test_no_port_of_a_running_cluster_answers_a_stranger(served: Served) -> None:
+    """Every port on which a process of ours listens: Ray's and ours."""
+    assert served.ask("status"), "it serves"
+    ours = [
+        process
+        for process in psutil.Process(served.process.pid).children(recursive=True)
+        if process.name().startswith(("ray::Rank", "ray::KVStore"))
+    ]
+    assert len(ours) == 3
+    stats, find = worker_pb2.StatsRequest(), store_pb2.PeerKeys()
+    num_refused = 0
+    for process in ours:
+        for connection in process.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN:
+                continue
+            async with grpc.aio.insecure_channel(f"{connection.laddr.ip}:{connection.laddr.port}") as channel:
+                for call in (
+                    worker_pb2_grpc.WorkerServiceStub(channel).Stats(stats, timeout=3),
+                    store_pb2_grpc.KVStorePeerServiceStub(channel).Find(find, timeout=3),
+                    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        await call
+                    assert error.value.code().name in ("UNAVAILABLE", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "INTERNAL")
+                    num_refused += 1
+    assert num_refused >= 9
