@@ -19,6 +19,8 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from workers.store.folders import ARENA, MEMORY
+
 HOLDFAST = [sys.executable, "-m", "cluster.cli.main"]
 START_DEADLINE_S = 90.0
 COMMAND_DEADLINE_S = 180.0
@@ -121,8 +123,15 @@ class Served:
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory, except semaphores of multiprocessing, which other tests create meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Files in shared memory, except those that other tests have meanwhile: semaphores of multiprocessing, and arenas
+    of stores that run (or start, and have none yet)."""
+    names = {name for name in os.listdir(MEMORY) if not name.startswith("sem.mp-")}
+    return {name for name in names if not (name.startswith("holdfast-") and _is_in_use(MEMORY / name))}
+
+
+def _is_in_use(cluster: Path) -> bool:
+    arenas = [path.name.removeprefix(ARENA) for path in cluster.glob(f"*/{ARENA}*")]
+    return not arenas or any(psutil.pid_exists(int(pid)) for pid in arenas)
 
 
 @contextmanager
