@@ -151,6 +151,19 @@ def test_files_are_short() -> None:
     assert not long
 
 
+def test_nothing_is_unpickled() -> None:
+    """What a file or a peer sends is data, never code."""
+    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for folder in ("proto", "workers", "router", "cluster"):
+        for path in files(folder):
+            found = {name.split(".")[0] for name in imports(path)} & forbidden
+            assert not found, f"{path} imports {found}"
+            calls = {
+                ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            }
+            assert not calls & {"torch.load", "yaml.load", "eval", "exec"}, path
+
+
 def test_ray_stays_at_the_edges() -> None:
     for folder in ("workers", "router", "proto"):
         for path in files(folder):
