@@ -1,0 +1,158 @@
+"""An idle session whose KV was evicted: loaded from its node's memory and disk, over computed again.
+
+Then sessions that lose their worker together: the longest pause of any, by how many there are, with a KV store and
+without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+
+from benchmarks.common import long_context_model, save, serving
+from holdfast.v1 import session_pb2 as pb
+from holdfast.v1 import session_pb2_grpc
+
+HISTORY, ROUNDS = 16_384, 3
+TOGETHER, SHORT, KILL_AT, TOKENS_OUT = (1, 16, 64), 1024, 10, 300
+STORE_GB = 1.0
+Stub = session_pb2_grpc.SessionServiceStub
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [10 + (number * 7919 + i * 17) % 1900 for i in range(length)]
+
+
+async def first_token_ms(stub: Any, session: str, tokens: list[int]) -> float:
+    """From the request to its token."""
+    sampling = pb.Sampling(max_tokens=1, temperature=0, ignore_eos=True)
+    request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=tokens), sampling=sampling)
+    began = time.perf_counter()
+    async for _ in stub.Generate(request):
+        pass
+    return 1000 * (time.perf_counter() - began)
+
+
+async def counters(http: httpx.AsyncClient) -> dict[str, int]:
+    (worker,) = (await http.get("/holdfast/workers")).json()
+    store = worker["kv_store"]
+    return {name: int(n) for name, n in (worker["counters"] | store["counters"]).items()}
+
+
+async def resumes(model: Path, disk: Path) -> dict[str, Any]:
+    """Medians, by where the KV is. What does not fit in memory is on the disk."""
+    found: dict[str, list[float]] = {"computed": [], "memory": [], "disk": []}
+    pages = HISTORY // 16
+    gigabytes = 1.5 * pages * 65_536 / 1e9  # of memory: one session and a half
+    settings: dict[str, Any] = {"hicache_size": gigabytes, "kv_disk_path": disk, "kv_disk_size": 2.0}
+    async with (
+        serving(model=model, workers=1, max_total_tokens=HISTORY + 4096, **settings) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+        grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
+    ):
+        stub = Stub(channel)
+        num_stored = 0
+
+        async def compute(session: str, number: int, length: int) -> float:
+            """A session's first turn, which takes all of the device. Returns when the KV is on the disk."""
+            nonlocal num_stored
+            took_ms = await first_token_ms(stub, session, prompt(number, length))
+            num_stored += length // 16
+            while (await counters(http)).get("disk_stored", 0) < num_stored:
+                await asyncio.sleep(0.1)
+            return took_ms
+
+        for number in range(ROUNDS):
+            a = f"a{number}"
+            found["computed"].append(await compute(a, 4 * number, HISTORY))
+            await compute(f"b{number}", 4 * number + 1, HISTORY // 2)
+            found["memory"].append(await first_token_ms(stub, a, [7]))
+            for i in (2, 3):  # memory has room for one session and a half
+                found["computed"].append(await compute(f"c{number}-{i}", 4 * number + i, HISTORY))
+            found["disk"].append(await first_token_ms(stub, a, [8]))
+        seen = await counters(http)
+    medians = {where: statistics.median(times) for where, times in found.items()}
+    return {
+        "what": f"first token of a session with {HISTORY} tokens that was evicted, ms, median",
+        **{where: round(ms, 1) for where, ms in medians.items()},
+        "over computed": {where: round(medians[where] / medians["computed"], 3) for where in ("memory", "disk")},
+        "pages loaded from memory, from disk": [seen.get("kv_pages_from_memory", 0), seen.get("kv_pages_from_disk", 0)],
+    }
+
+
+async def stream(stub: Any, session: str, tokens: list[int], arrivals: list[float]) -> None:
+    sampling = pb.Sampling(max_tokens=TOKENS_OUT, ignore_eos=True)
+    request = pb.GenerateRequest(session_id=session, tokens=pb.TokenIds(ids=tokens), sampling=sampling)
+    async for answer in stub.Generate(request):
+        arrivals += [time.perf_counter()] * len(answer.tokens)
+    assert len(arrivals) == TOKENS_OUT, "a token was lost or came twice"
+
+
+async def pause_ms(stub: Any, http: httpx.AsyncClient, count: int) -> float:
+    """The longest wait of ``count`` sessions whose worker is killed under their turns; as many run on the other."""
+    names = [f"n{count}-{i}" for i in range(2 * count)]
+    for first in range(0, len(names), 8):
+        some = list(enumerate(names))[first : first + 8]
+        await asyncio.gather(*(first_token_ms(stub, name, prompt(1000 * count + i, SHORT)) for i, name in some))
+    await asyncio.sleep(2.0)
+    pins = {name: (await stub.Get(pb.GetRequest(session_id=name))).worker_id for name in names}
+    workers = (await http.get("/holdfast/workers")).json()
+    victim = pins[names[0]]
+    pid = next(int(w["pid"]) for w in workers if w["worker_id"] == victim)
+    arrivals: dict[str, list[float]] = {name: [] for name in names}
+    turns = [asyncio.create_task(stream(stub, name, [5, 6, 7], arrivals[name])) for name in names]
+    while min(len(times) for times in arrivals.values()) < KILL_AT:
+        await asyncio.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    killed_at = time.perf_counter()
+    await asyncio.gather(*turns)
+    waits = []
+    for name in (name for name in names if pins[name] == victim):
+        later = [killed_at, *(t for t in arrivals[name] if t > killed_at)]
+        waits.append(max((b - a for a, b in itertools.pairwise(later)), default=0.0))
+    while len((await http.get("/holdfast/workers")).json()) < 2:
+        await asyncio.sleep(0.2)
+    return 1000 * max(waits)
+
+
+async def pauses(model: Path, store_gb: float) -> dict[str, float]:
+    async with (
+        serving(
+            model=model, workers=2, max_total_tokens=170_000, max_running_requests=144, hicache_size=store_gb
+        ) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+        grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
+    ):
+        return {str(count): round(await pause_ms(Stub(channel), http, count), 1) for count in TOGETHER}
+
+
+async def measure() -> dict[str, Any]:
+    with long_context_model(40_960) as model, tempfile.TemporaryDirectory(prefix="holdfast-bench-") as disk:
+        figures: dict[str, Any] = {"resume": await resumes(model, Path(disk) / "kv")}
+        on, off = await pauses(model, STORE_GB), await pauses(model, 0.0)
+    last, first = str(TOGETHER[-1]), str(TOGETHER[0])
+    figures["lost together"] = {
+        "what": f"the longest pause in ms of so many sessions with {SHORT} tokens each; as many others run",
+        "with a KV store": on,
+        "without": off,
+        f"{last} over {first}": {"with": round(on[last] / on[first], 2), "without": round(off[last] / off[first], 2)},
+    }
+    return figures
+
+
+def main() -> None:
+    save("kv_resume", asyncio.run(measure()))
+
+
+if __name__ == "__main__":
+    main()
