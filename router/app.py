@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from holdfast.errors import ConfigError
+from holdfast.interceptors import RefuseMalformed
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.access.certificate import ServedCertificate
@@ -85,7 +86,8 @@ class RouterServer:
         """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0."""
         await self._journal.start()
         limit = ("grpc.max_receive_message_length", self.config.max_message_bytes)
-        self._grpc = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | dict([limit])).items()))
+        options = list((dict(SERVER_OPTIONS) | dict([limit])).items())
+        self._grpc = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.core), self._grpc)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)

@@ -7,12 +7,13 @@ links are in clear text, as in tests and with ``insecure_internal``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
+from holdfast.interceptors import checked
 from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 SUPERVISOR, ROUTER, LEADER, RANK, STORE = ROLES = ("supervisor", "router", "leader", "rank", "store")
@@ -100,39 +101,11 @@ class _AskForRole(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has
         service = details.method[: details.method.rindex("/") + 1]
         roles = CALLERS.get(details.method, CALLERS.get(service, frozenset()))
         allowed = {role_uri(self._cluster, role).encode() for role in roles}
-        return _guarded(handler, allowed, details.method)
 
+        async def check(request: Any, context: grpc.aio.ServicerContext) -> None:
+            names = context.auth_context().get("x509_subject_alternative_name", ())
+            if allowed.isdisjoint(names):
+                message = f"this certificate's role may not call {details.method}"
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)
 
-def _guarded(handler: Any, allowed: set[bytes], method: str) -> Any:
-    async def check(context: grpc.aio.ServicerContext) -> None:
-        names = context.auth_context().get("x509_subject_alternative_name", ())
-        if allowed.isdisjoint(names):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this certificate's role may not call {method}")
-
-    def one(act: Any) -> Any:
-        async def checked(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await check(context)
-            return await act(request, context)
-
-        return checked
-
-    def stream(act: Any) -> Any:
-        async def checked(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await check(context)
-            answers = act(request, context)
-            try:
-                async for answer in answers:
-                    yield answer
-            finally:
-                await answers.aclose()
-
-        return checked
-
-    kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, one),
-        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, one),
-        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, stream),
-    }
-    make, act, guard = kinds[handler.request_streaming, handler.response_streaming]
-    return make(guard(act), handler.request_deserializer, handler.response_serializer)
+        return checked(handler, check)

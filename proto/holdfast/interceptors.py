@@ -1,0 +1,71 @@
+"""What a gRPC server does before a method: asked of every handler, whatever it streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+Check = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
+"""Looks at a request (or a stream of them) and its context, and ends the call if something is wrong."""
+
+
+def checked(handler: Any, check: Check, deserializer: Any = None) -> Any:
+    """The handler, with ``check`` before its method, and ``deserializer`` in place of its own."""
+
+    def one(act: Any) -> Any:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await check(request, context)
+            return await act(request, context)
+
+        return answer
+
+    def stream(act: Any) -> Any:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            await check(request, context)
+            answers = act(request, context)
+            try:
+                async for each in answers:
+                    yield each
+            finally:
+                await answers.aclose()
+
+        return answer
+
+    kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, one),
+        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, one),
+        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, stream),
+    }
+    make, act, guard = kinds[handler.request_streaming, handler.response_streaming]
+    return make(guard(act), deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here
+    """Answers INVALID_ARGUMENT to bytes that are no message.
+
+    gRPC answers UNKNOWN and writes a traceback to the log, which anybody can fill so.
+    """
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        parse = handler.request_deserializer
+
+        def parsed(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError:
+                return None
+
+        async def check(request: Any, context: grpc.aio.ServicerContext) -> None:
+            if request is None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no request of {details.method}")
+
+        return checked(handler, check, parsed)
