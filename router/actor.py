@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import sys
+from dataclasses import replace
 
 import psutil
 import ray
@@ -33,7 +34,8 @@ class RouterActor:
         # Imported here, because only the router's own process needs the tokenizer.
         from router.app import RouterServer
 
-        self._server = RouterServer(self._config)
+        watched = replace(self._config, control_plane=ray.get_runtime_context().gcs_address)
+        self._server = RouterServer(watched)
         await self._server.set_workers(workers)
         ports = await self._server.start()
         # What was loaded stays: streams need not wait while garbage is looked for among it.

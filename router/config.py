@@ -29,6 +29,8 @@ class RouterConfig:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     """TLS for clients, over HTTP and gRPC; both or neither."""
+    control_plane: str = ""
+    """Address of what starts processes again, to say when it does not answer. Empty: not watched."""
     audit_log: Path | None = None
     """What operators do is written there."""
     journal_path: Path = Path("holdfast.db")

@@ -7,6 +7,7 @@ from router.access.keys import Keyring
 from router.batches.files import Files
 from router.batches.store import Batches
 from router.config import RouterConfig
+from router.control_plane import ControlPlane
 from router.fleet.fleet import Fleet
 from router.fleet.migration import Migrator
 from router.fleet.placement import Placement
@@ -36,6 +37,7 @@ class RouterCore:
         self.sweeper = Sweeper(journal, config.control_timeout_s)
         self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
         self.sweeper.start(self.fleet.alive)
+        self.control_plane = ControlPlane(config.control_plane)
         self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
         self.inputs = InputEncoder(codec, self.fleet)
         self.files, self.batches = Files(journal), Batches(journal)
@@ -53,6 +55,7 @@ class RouterCore:
     async def close(self) -> None:
         """Settle the turns that have ended, then close the links."""
         await self.gateway.close()
+        await self.control_plane.close()
         await self.sweeper.close()
         await self.fleet.close()
         self.audit_log.close()

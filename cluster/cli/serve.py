@@ -12,7 +12,7 @@ import click
 
 from cluster.config import SECRETS, Config, load_config
 from cluster.guard import run_guarded
-from cluster.ray_backend.nodes import use_token
+from cluster.ray_backend.nodes import prepare_environment, use_token
 from holdfast.errors import HoldfastError
 from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
@@ -76,6 +76,7 @@ def _run(config: Config) -> None:
 
 
 async def _serve(config: Config) -> None:
+    prepare_environment()
     if config.address is not None:
         use_token()
     import ray

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cluster.cli.client import client_options, get_rows, print_rows
+from cluster.cli.client import call, client_options, get_rows, print_rows
 
 
 @click.command()
@@ -15,6 +15,9 @@ from cluster.cli.client import client_options, get_rows, print_rows
 def status(url: str, api_key: str | None, as_json: bool) -> None:
     """Show the workers: their processes, pages and turns."""
     workers = get_rows(url, "/holdfast/workers", api_key)
+    degraded = call("GET", url, "/holdfast/router", api_key)["degraded"]
+    if degraded:
+        click.echo(f"degraded: {degraded}", err=True)
     columns = {"worker_id": "worker", "incarnation": "incarnation", "pid": "pid", "sessions": "sessions"}
     columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted", "metrics_url": "metrics"}
     print_rows(workers, columns, as_json)

@@ -17,6 +17,8 @@ from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 10.0
+GCS_ABSENCE_S = 7 * 24 * 3600
+"""How long a node's processes go on without the GCS."""
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_FILE = Path(".ray") / "auth_token"
 
@@ -24,10 +26,12 @@ TOKEN_FILE = Path(".ray") / "auth_token"
 def prepare_environment() -> None:
     """Set the environment variables that a Ray node reads at its start, unless the user has set them.
 
-    Ray starts its workers with a niceness of 15. Any other computation on the machine would then starve
-    ranks and routers, and their leases would expire.
+    Call this before ``ray`` is imported. Ray starts its workers with a niceness of 15. Any other computation on the
+    machine would then starve ranks and routers, and their leases would expire.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Without it, all of a node's processes end when Ray's GCS is gone for a minute: turns do not need it.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(GCS_ABSENCE_S))
     # Opt in to Ray's coming default of not hiding GPUs from actors without any; it warns otherwise.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Query
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import NoWorkerAvailable
 from router.core import RouterCore
@@ -24,7 +24,11 @@ def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRou
 
     @routes.get("/health")
     async def healthy() -> Response:
-        return Response(status_code=200 if core.fleet.alive() else 503)
+        """200 while there is a worker, also where what is dead would not be started again."""
+        if not core.fleet.alive():
+            return JSONResponse({"status": "no worker"}, 503)
+        degraded = core.control_plane.degraded
+        return JSONResponse({"status": "degraded", "reason": degraded} if degraded else {"status": "ok"})
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -44,7 +48,12 @@ def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRou
 
     @routes.get("/holdfast/router")
     async def router() -> dict[str, Any]:
-        return {"pid": os.getpid(), "grpc": grpc_address(), "live_turns": len(core.live)}
+        return {
+            "pid": os.getpid(),
+            "grpc": grpc_address(),
+            "live_turns": len(core.live),
+            "degraded": core.control_plane.degraded,
+        }
 
     @routes.get("/holdfast/sessions")
     async def sessions(tenant: Tenant) -> list[dict[str, Any]]:

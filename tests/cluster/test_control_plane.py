@@ -1,0 +1,93 @@
+"""Ray's GCS dies or is stopped: turns go on and fail over, and operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.served import HOLDFAST, Served, serving
+from tests.waiting import until
+
+NOTICED_S = 30.0
+RAY_GIVES_UP_S = 75.0
+"""By default every process of Ray ends when the GCS was gone for 60 s."""
+BODY = {"prompt": "Return the list of", "max_tokens": 400, "seed": 1, "temperature": 0.8, "ignore_eos": True}
+
+
+@pytest.fixture
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("gcs")) as cluster:
+        yield cluster
+
+
+def gcs_of(served: Served) -> psutil.Process:
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    (gcs,) = [process for process in children if process.name() == "gcs_server"]
+    return gcs
+
+
+def health(served: Served) -> dict[str, Any]:
+    answer = httpx.get(f"{served.url}/health", timeout=20)
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+async def turn(http: httpx.AsyncClient, session: str, under_way: asyncio.Event | None = None) -> str:
+    """A turn's text; its first token sets ``under_way``."""
+    text = ""
+    headers = {"X-Session-ID": session}
+    async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}, headers=headers) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                text += httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"][0]["text"]
+                if under_way is not None:
+                    under_way.set()
+    return text
+
+
+async def test_a_killed_gcs_costs_no_turn_and_no_failover(served: Served, long: bool) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
+        calm = await turn(http, "calm")
+        began = [asyncio.Event() for _ in range(4)]
+        turns = [asyncio.create_task(turn(http, f"s{i}", event)) for i, event in enumerate(began)]
+        await asyncio.gather(*(event.wait() for event in began))
+        gcs_of(served).kill()
+        gone_at = time.monotonic()
+        assert [await each for each in turns] == [calm] * 4
+        await until(lambda: health(served)["status"] == "degraded", NOTICED_S, "the router to notice")
+        assert "control plane unreachable since 20" in health(served)["reason"]
+        command = [*HOLDFAST, "status", "--url", served.url]
+        status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        assert status.returncode == 0 and "worker-0" in status.stdout
+        assert "degraded: control plane unreachable" in status.stderr
+        while long and time.monotonic() < gone_at + RAY_GIVES_UP_S:
+            await asyncio.sleep(1.0)
+            assert served.process.poll() is None
+        event = asyncio.Event()
+        last = asyncio.create_task(turn(http, "last", event))
+        await event.wait()
+        os.kill(int(served.worker_of("last")["pid"]), signal.SIGKILL)
+        assert await last == calm, "its worker is not started again, and its session goes on"
+        assert all(report["ok"] for report in served.audits())
+
+
+async def test_a_stopped_gcs_is_noticed_and_so_is_its_return(served: Served) -> None:
+    gcs = gcs_of(served)
+    assert health(served) == {"status": "ok"}
+    gcs.suspend()
+    try:
+        await until(lambda: health(served)["status"] == "degraded", NOTICED_S, "the router to notice")
+        async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
+            assert await turn(http, "s")
+    finally:
+        gcs.resume()
+    await until(lambda: health(served) == {"status": "ok"}, NOTICED_S, "the router to notice")
