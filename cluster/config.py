@@ -286,7 +286,8 @@ def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
         values = {str(key).replace("-", "_"): value for key, value in (loaded or {}).items()}
     values |= flags
     for key, variable in SECRETS.items():
-        from_environment = os.environ.get(variable, "").split()
+        # Taken out: Ray's processes need not inherit it.
+        from_environment = os.environ.pop(variable, "").split()
         if from_environment:
             values[key] = [*values.get(key, []), *from_environment]
     for key in values:

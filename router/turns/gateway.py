@@ -67,6 +67,7 @@ class Gateway:
         """
         self._codec.resolve_stops(request.sampling)
         self._live.refuse_full(request.tenant, background=request.sampling.background)
+        self._live.refuse_spent(request.tenant)
         if self._live.has(request.tenant, request.turn_id):
             raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")
         self._live.count(request.tenant)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from holdfast.errors import QueueFull, TooManyTokens
-from router.access.keys import Keyring, Limits
+from router.access.keys import Keyring
 from router.access.rates import TokenRates
 from router.config import RouterConfig
 from router.fleet.link import WorkerLink
@@ -28,25 +28,25 @@ class LiveTurns:
         """The router is stopping: turns that do not end in time are left for another router to resume."""
 
     def refuse_full(self, tenant: str, *, background: bool = False) -> None:
-        """Raises QueueFull if the router or the tenant has reached its limit; background turns have half of each.
-
-        Also if the tenant has used more tokens than it may.
-        """
+        """Raises QueueFull if the router or the tenant has reached its limit; background turns have half of each."""
         total, share = self._num_by_tenant.total(), 2 if background else 1
         if total >= self._config.max_live_turns // share:
             self._metrics.rejected.inc()
             raise QueueFull(f"{total} turns are running or waiting on this router; retry later")
-        limits = self._keyring.limits_of(tenant)
-        if self._num_by_tenant[tenant] >= self._tenant_turns(limits) // share:
+        if self._num_by_tenant[tenant] >= self._tenant_turns(tenant) // share:
             self._metrics.rejected.inc()
             raise QueueFull(f"{self._num_by_tenant[tenant]} of your turns are running or waiting; retry later")
-        wait_s = self._spent.wait_s(tenant, limits.tokens_per_min, time.monotonic()) if limits.tokens_per_min else 0.0
+
+    def refuse_spent(self, tenant: str) -> None:
+        """Raises TooManyTokens if the tenant has used more than it may: it begins no turn now; those it has go on."""
+        per_min = self._keyring.limits_of(tenant).tokens_per_min
+        wait_s = self._spent.wait_s(tenant, per_min, time.monotonic()) if per_min is not None else 0.0
         if wait_s:
             self._metrics.rejected.inc()
-            raise TooManyTokens(f"you may use {limits.tokens_per_min} tokens a minute; retry in {wait_s:.0f} s", wait_s)
+            raise TooManyTokens(f"you may use {per_min} tokens a minute; retry in {wait_s:.0f} s", wait_s)
 
-    def _tenant_turns(self, limits: Limits) -> int:
-        given = limits.max_turns or self._config.max_turns_per_tenant
+    def _tenant_turns(self, tenant: str) -> int:
+        given = self._keyring.limits_of(tenant).max_turns or self._config.max_turns_per_tenant
         if given is not None:
             return given
         total = self._config.max_live_turns
