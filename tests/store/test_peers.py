@@ -214,3 +214,17 @@ async def test_copies_that_are_none_are_refused(tmp_path: Path) -> None:
                 await stub.Put(message)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not copies_of(there)
+
+
+async def test_copies_are_made_while_nodes_come_and_go(tmp_path: Path) -> None:
+    async with node(tmp_path / "a") as a, node(tmp_path / "b") as b, node(tmp_path / "c") as c:
+        await introduce({"a": a, "b": b})
+        peers, contents = a.store.peers, a.store.contents
+        coming = asyncio.create_task(peers.set_nodes("a", {"a": a.address, "c": c.address}, 1))
+        copy = contents.put(b"x" * 40, "s", 0, memoryview(bytes(64)), is_replica=False)
+        while not coming.done():
+            assert copy is not None
+            peers.add(copy)
+            await asyncio.sleep(0)
+        await coming
+        assert peers.replicas == ["c"]

@@ -68,8 +68,8 @@ class PageCopies:
         """Sessions that were released of late. A page of theirs that the index still has is another one's too."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
         self.counters: Counter[str] = Counter()
-        self.stats: store_pb2.StoreStats | None = None
-        """The store's, a while ago."""
+        self.stats = store_pb2.StoreStats()
+        """The store's, a while ago; while it does not answer, only where its copies are too."""
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._measure())]
 
     async def stop(self) -> None:
@@ -95,10 +95,10 @@ class PageCopies:
     async def _measure(self) -> None:
         while True:
             try:
-                self.stats = await self.client.ask(stats=store_pb2.StoreStatsRequest())
+                self.stats, pause_s = await self.client.ask(stats=store_pb2.StoreStatsRequest()), STATS_S
             except StoreUnavailable:
-                self.stats = None
-            await asyncio.sleep(STATS_S if self.stats is not None else NO_STATS_S)
+                self.stats, pause_s = store_pb2.StoreStats(replicas=self.stats.replicas), NO_STATS_S
+            await asyncio.sleep(pause_s)
 
     # ---- to the store --------------------------------------------------------------------------------
 

@@ -329,16 +329,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         if self._copies is not None and self._loads is not None:
             counters += self._copies.counters + self._loads.counters
             stats = self._copies.stats
-            if stats is not None:
-                kv_store = worker_pb2.KVStoreStats(
-                    bytes_total=stats.bytes_total,
-                    bytes_used=stats.bytes_used,
-                    copies=stats.copies,
-                    waiting=self._copies.num_waiting,
-                    replicas=stats.replicas,
-                    disk_bytes_used=stats.disk_bytes_used,
-                    counters=stats.counters,
-                )
+            kv_store = worker_pb2.KVStoreStats(
+                bytes_total=stats.bytes_total,
+                bytes_used=stats.bytes_used,
+                copies=stats.copies,
+                waiting=self._copies.num_waiting,
+                replicas=stats.replicas,
+                disk_bytes_used=stats.disk_bytes_used,
+                counters=stats.counters,
+            )
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id,
             incarnation=self.incarnation,

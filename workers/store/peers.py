@@ -52,11 +52,12 @@ class Peers:
     async def set_nodes(self, node: str, addresses: Mapping[str, str], num_replicas: int) -> None:
         """``addresses``: of the stores of all nodes that are alive. ``node``: this store's own."""
         former = {name: link.address for name, link in self._links.items() if name in self.replicas}
+        # All at once: copies are made meanwhile.
+        gone = [
+            self._links.pop(name) for name, link in list(self._links.items()) if addresses.get(name) != link.address
+        ]
         self.node, self._num_replicas = node, num_replicas
         self._ring = sorted({*addresses, node})
-        for name, link in list(self._links.items()):
-            if addresses.get(name) != link.address:
-                await self._links.pop(name).stop()
         for name, address in addresses.items():
             if name not in self._links and name != node:
                 self._links[name] = _PeerLink(name, address, self._contents, self._bytes_per_s, self.counters)
@@ -65,6 +66,8 @@ class Peers:
                 for copy in self._contents.copies:
                     if copy.crc is not None and not copy.is_replica:
                         self._links[name].add(copy)
+        for link in gone:
+            await link.stop()
 
     def add(self, copy: Copy) -> None:
         """A copy of this node is complete, or another node's is used here."""
