@@ -14,23 +14,19 @@ import signal
 from asyncio.subprocess import STDOUT, Process
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from cluster.authority import Authority
 from cluster.chaos.faults import Fault
 from cluster.chaos.run import Chaos
 from cluster.config import Config
-from cluster.ray_backend import cluster as ray_cluster
 from cluster.ray_backend.cluster import Cluster
 from cluster.ray_backend.connect import NAMESPACE
 from tests.cluster.served import HOLDFAST
@@ -42,8 +38,6 @@ CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 RANKS_A_NODE = 2
 STORE_GB = 0.05
-LIFETIME, RENEW_S = timedelta(seconds=60), 2.0
-"""Of certificates."""
 LOGS = ("*/node.log", "*/session_*_*/logs/worker-*.err")
 LOG_SHOWN = 2000
 """Characters at the end of each log that are printed when something went wrong."""
@@ -93,14 +87,6 @@ def ray_head(address: str | None) -> Iterator[str]:
         cluster.shutdown()
 
 
-@contextmanager
-def short_certificates() -> Iterator[None]:
-    """Certificates are worth nothing a minute after they were issued, and renewed all the time."""
-    short = partial(Authority, lifetime=LIFETIME)
-    with mock.patch.object(ray_cluster, "Authority", short), mock.patch.object(ray_cluster, "RENEW_S", RENEW_S):
-        yield
-
-
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
     """Two workers of two ranks, each on a node of its own, two routers, Redis.
 
@@ -115,7 +101,6 @@ async def play(num_faults: int, seed: int) -> dict[str, Any]:
         ray_address = stack.enter_context(ray_head(address))
         nodes = [Node(machine, folder / str(i)) for i, machine in enumerate(machines)]
         report: dict[str, Any] = {}
-        stack.enter_context(short_certificates())
         try:
             report = await _play(num_faults, seed, redis, ray_address, nodes)
         finally:
