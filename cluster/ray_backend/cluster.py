@@ -35,7 +35,6 @@ class Cluster:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._authority = None if config.insecure_internal else Authority()
-        tls.use_identity(self._issue(SUPERVISOR))
         self._renewing: asyncio.Task[None] | None = None
         engine, num_bytes = config.engine(), int(config.hicache_size * GB)
         self._stores: NodeStores | None = None
@@ -104,6 +103,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Start everything; returns when the routers reach every worker. Raises HoldfastError."""
+        tls.use_identity(self._issue(SUPERVISOR))
         try:
             await self._supervisor.start()
             self._renewing = asyncio.create_task(self._renew())
@@ -121,6 +121,7 @@ class Cluster:
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))
         if self._stores is not None:
             await self._stores.stop()
+        tls.use_identity(None)
 
     def _issue(self, role: str) -> tls.Identity | None:
         return self._authority.issue(role) if self._authority is not None else None

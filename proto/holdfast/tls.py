@@ -49,6 +49,11 @@ def use_identity(identity: Identity | None) -> None:
     _Process.identity = identity
 
 
+def identity() -> Identity | None:
+    """Who this process is."""
+    return _Process.identity
+
+
 def server(options: Sequence[tuple[str, Any]] = SERVER_OPTIONS) -> grpc.aio.Server:
     """A server for the cluster's processes."""
     interceptors = [_AskForRole(_Process.identity.name)] if _Process.identity is not None else []

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from cluster.config import Config
 from cluster.ray_backend.cluster import Cluster
 from cluster.ray_backend.connect import NAMESPACE, connect
+from holdfast import tls
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.waiting import until
@@ -37,6 +38,7 @@ async def running(config: Config) -> AsyncIterator[tuple[Cluster, session_pb2_gr
     finally:
         await cluster.stop()
         ray.shutdown()
+        assert tls.identity() is None, "this process is of no cluster any more"
 
 
 def config(tmp_path: Path, **settings: Any) -> Config:

@@ -66,7 +66,7 @@ async def doors(authority: Authority) -> AsyncIterator[str]:
 @asynccontextmanager
 async def calling_as(identity: Identity | None, address: str) -> AsyncIterator[grpc.aio.Channel]:
     """A channel of a process with that identity; the server's stays what it was."""
-    own = tls._Process.identity
+    own = tls.identity()
     tls.use_identity(identity)
     # Channels of a process share connections, whoever they say they are: not these.
     channel = tls.channel(address, [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)])

@@ -43,6 +43,8 @@ from tests.simulation.world import World
 
 MIN_LOAD_TOKENS = 6
 """Sessions are short here."""
+MAX_STARTS = 10
+"""In a row, that faults may end."""
 
 
 class Cluster(World):
@@ -62,7 +64,7 @@ class Cluster(World):
 
     async def start(self) -> None:
         """Start everything, as often as it takes."""
-        while True:
+        for _ in range(MAX_STARTS):
             self.supervisor = process = Process("supervisor", "supervisor")
             stores = self.stores if self.engine_config.kv_store is not None else None
             supervisor = Supervisor(
@@ -75,6 +77,7 @@ class Cluster(World):
                 return
             self.trace(f"the cluster does not start: {started.exception()}")
             self.kill_all()
+        self.violated(f"L13: the cluster did not start {MAX_STARTS} times: {started.exception()}")
 
     def restart(self) -> None:
         """All is killed, as in a power cut, and started again over the same journal."""
