@@ -21,6 +21,7 @@ from router.fleet.migration import DrainReport
 from tests.harness import ENGINE, Harness, running
 from tests.waiting import until
 from workers.serving.bandwidth import REMEASURE_EVERY
+from workers.serving.importer import Importer
 
 PROMPT = [100 + i % 400 for i in range(330)]
 TURN = {"temperature": 0.8, "seed": 4, "max_tokens": 24, "ignore_eos": True}
@@ -180,14 +181,14 @@ async def test_a_turn_or_release_preempts_the_migration_of_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     async with two_workers(tmp_path, ["s"]) as (cluster, stub, expected):
-        fetch, reached, go_on = rpc.Importer._fetch, asyncio.Event(), asyncio.Event()
+        fetch, reached, go_on = Importer._fetch, asyncio.Event(), asyncio.Event()
 
         async def slow(self: Any, *args: Any) -> int:
             reached.set()
             await go_on.wait()
             return await fetch(self, *args)
 
-        monkeypatch.setattr(rpc.Importer, "_fetch", slow)
+        monkeypatch.setattr(Importer, "_fetch", slow)
         moving = asyncio.create_task(migrate(cluster))
         await asyncio.wait_for(reached.wait(), 15)
         if comes == "turn":

@@ -26,7 +26,7 @@ import router.turns.sessions
 import workers.engine.admission
 import workers.engine.follower
 import workers.engine.leader
-import workers.serving.kv_transfer
+import workers.serving.importer
 import workers.serving.page_copies
 import workers.serving.rank_server
 import workers.serving.turn_loads
@@ -141,7 +141,7 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(router.turns.sessions, "time", _Time),
         mock.patch.object(router.fleet.migration, "time", _Time),
         mock.patch.object(workers.engine.leader, "time", _Time),
-        mock.patch.object(workers.serving.kv_transfer, "time", _Time),
+        mock.patch.object(workers.serving.importer, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
         mock.patch.object(workers.engine.admission, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),

@@ -124,8 +124,8 @@ def _index_all_pages(self: SessionCache, slot: Slot) -> None:
         _index_full_pages(self, slot)
 
 
-def _look_at_none(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> Any:
-    return [arena[offset : offset + size] for _, offset, _ in found], []
+def _look_at_none(arena: memoryview, found: Any, size: int) -> Any:
+    return found, []
 
 
 PLANTED: dict[str, Callable[[], Any]] = {

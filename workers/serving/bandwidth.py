@@ -33,6 +33,10 @@ class Bandwidth:
             if self._num_refused % REMEASURE_EVERY:
                 raise MigrationRefused(f"computing takes {compute_s:.3f} s, a transfer {num_bytes / bandwidth:.3f} s")
 
+    def seconds(self, num_bytes: int) -> float:
+        """How long so much is expected to take; 0 before the first measurement."""
+        return num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
+
     def measured(self, num_bytes: int, seconds: float) -> None:
         """So much came in this time."""
         if num_bytes and seconds:

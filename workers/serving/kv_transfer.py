@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 import zlib
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
 from holdfast import tls
 from holdfast.errors import DeadlineExceeded, HoldfastError, MigrationRefused
 from holdfast.tokens import pack_tokens, unpack_tokens
-from holdfast.v1 import kv_pb2, kv_pb2_grpc, rank_pb2, worker_pb2, worker_pb2_grpc
+from holdfast.v1 import kv_pb2, kv_pb2_grpc, rank_pb2, worker_pb2
 from holdfast.wire import abort_with, error_from_rpc, sent_error
 from workers.engine.leader import Leader
-from workers.engine.migration import Columns, ExportedKV, PendingImport, read_pages, write_pages
+from workers.engine.migration import Columns, read_pages, write_pages
 from workers.engine.rank import Rank
-from workers.serving.bandwidth import Bandwidth
-from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
 
 T = TypeVar("T")
@@ -52,7 +48,7 @@ class KVServer(kv_pb2_grpc.KVServiceServicer):
     async def Read(self, request: kv_pb2.ReadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[kv_pb2.Pages]:
         rank = self._owner.rank
         try:
-            for group, columns in enumerate(_unpack(request.columns)):
+            for group, columns in enumerate(unpack_columns(request.columns)):
                 per_chunk = max(1, CHUNK_BYTES // rank.kv.page_bytes[group])
                 for first in range(0, len(columns), per_chunk):
                     part = columns[first : first + per_chunk]
@@ -69,17 +65,17 @@ class KVServer(kv_pb2_grpc.KVServiceServicer):
             await abort_with(context, error)
 
 
-async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest) -> int:
+async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest, missing: Columns) -> int:
     """Read this rank's pages of a session from its counterpart. Returns the bytes read.
 
     Raises MigrationRefused, DeadlineExceeded, NoWorkerAvailable.
     """
-    missing, num_retries, num_bytes = _unpack(request.columns), 0, 0
+    num_retries, num_bytes = 0, 0
     try:
         async with asyncio.timeout(request.timeout_s), tls.channel(request.address) as channel:
             stub = kv_pb2_grpc.KVServiceStub(channel)
             while any(missing):
-                call = stub.Read(kv_pb2.ReadRequest(transfer_id=request.transfer_id, columns=_pack(missing)))
+                call = stub.Read(kv_pb2.ReadRequest(transfer_id=request.transfer_id, columns=pack_columns(missing)))
                 try:
                     async for chunk in call:
                         columns, pages = _pages_of(chunk, missing, owner.rank.kv.page_bytes)
@@ -103,81 +99,6 @@ async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest) -> int:
     return num_bytes
 
 
-class Importer:
-    """Imports sessions' KV into one worker. Refuses an import that is slower than recomputing the tokens."""
-
-    def __init__(self, leader: Leader, links: RankLinks) -> None:
-        self._leader = leader
-        self._links = links
-        self._bandwidth = Bandwidth(leader)
-
-    async def import_session(self, request: worker_pb2.ImportRequest) -> worker_pb2.ImportResponse:
-        """See ``WorkerService.Import``. Raises MigrationRefused, and the source's errors."""
-        began = time.monotonic()
-        transfer_id = uuid.uuid4().hex
-        export = worker_pb2.ExportRequest(
-            session_id=request.session_id, transfer_id=transfer_id, timeout_s=request.timeout_s
-        )
-        try:
-            async with asyncio.timeout(request.timeout_s), tls.channel(request.source_address) as channel:
-                call = worker_pb2_grpc.WorkerServiceStub(channel).Export(export, timeout=request.timeout_s)
-                try:
-                    answer = await self._import(call, request, transfer_id)
-                finally:
-                    call.cancel()  # ends the export
-        except TimeoutError:
-            raise DeadlineExceeded(f"the KV did not arrive within {request.timeout_s} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
-        answer.seconds = time.monotonic() - began
-        self._bandwidth.measured(answer.bytes, answer.seconds)
-        return answer
-
-    async def _import(
-        self, call: Any, request: worker_pb2.ImportRequest, transfer_id: str
-    ) -> worker_pb2.ImportResponse:
-        migrations, session_id = self._leader.migrations, request.session_id
-        sent = await call.read()
-        if sent is grpc.aio.EOF:
-            raise MigrationRefused("the source closed the stream")
-        if sent.layout != self._leader.rank.layout:
-            raise MigrationRefused(f"the source's pages have layout {sent.layout}, not {self._leader.rank.layout}")
-        exported = ExportedKV(
-            sent.tenant,
-            unpack_tokens(sent.tokens),
-            sent.committed_len,
-            unpack_tokens(sent.turn_starts).tolist(),
-            _unpack(sent.columns),
-        )
-        begun = migrations.begin_import(session_id, request.epoch, transfer_id, exported)
-        try:
-            pending = await result_of(begun)
-            self._bandwidth.refuse_slow(pending)
-            num_bytes = await self._fetch(session_id, pending, list(sent.addresses), request.timeout_s)
-            reached = await result_of(migrations.complete_import(session_id, transfer_id))
-        except BaseException:
-            migrations.cancel_import(session_id, transfer_id)
-            raise
-        return worker_pb2.ImportResponse(committed_len=reached, pages=pending.num_pages, bytes=num_bytes)
-
-    async def _fetch(self, session_id: str, pending: PendingImport, addresses: list[str], timeout_s: float) -> int:
-        """Have every rank read its pages from its counterpart, in parallel. Returns the bytes read."""
-        if not pending.num_pages:
-            return 0
-        requests = [
-            rank_pb2.FetchRequest(
-                session_id=session_id,
-                transfer_id=pending.transfer_id,
-                address=address,
-                columns=_pack(pending.columns),
-                timeout_s=timeout_s,
-            )
-            for address in addresses
-        ]
-        fetches = [self._links.fetch(rank, request) for rank, request in enumerate(requests) if rank]
-        return sum(await asyncio.gather(fetch_pages(self._leader, requests[0]), *fetches))
-
-
 async def export_session(
     leader: Leader, request: worker_pb2.ExportRequest, addresses: list[str]
 ) -> AsyncGenerator[worker_pb2.ExportResponse, None]:
@@ -190,7 +111,7 @@ async def export_session(
             committed_len=exported.committed_len,
             layout=leader.rank.layout,
             addresses=addresses,
-            columns=_pack(exported.columns),
+            columns=pack_columns(exported.columns),
             turn_starts=pack_tokens(array("i", exported.turn_starts)),
         )
         await asyncio.sleep(request.timeout_s)  # the reader has given up by then
@@ -216,9 +137,11 @@ def _pages_of(chunk: kv_pb2.Pages, missing: Columns, page_bytes: Sequence[int]) 
     return columns, pages
 
 
-def _pack(columns: Columns) -> list[bytes]:
+def pack_columns(columns: Columns) -> list[bytes]:
+    """As they are sent."""
     return [pack_tokens(array("i", part)) for part in columns]
 
 
-def _unpack(columns: Sequence[bytes]) -> Columns:
+def unpack_columns(columns: Sequence[bytes]) -> Columns:
+    """``pack_columns`` undone."""
     return [unpack_tokens(part).tolist() for part in columns]

@@ -14,11 +14,9 @@ from importlib.metadata import version
 
 import torch
 
-from holdfast.errors import MigrationRefused
-from holdfast.tokens import unpack_tokens
 from holdfast.v1 import rank_pb2, store_pb2
 from workers.config import EngineConfig
-from workers.engine.migration import write_pages
+from workers.engine.migration import Columns, write_pages
 from workers.kv.page_events import FilledPage
 from workers.kv.prefix import DIGEST_BYTES
 from workers.models.parallel import Shard
@@ -43,6 +41,16 @@ MAX_WAITING = 8192
 class _Waiting:
     filled: FilledPage
     num_drops: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A copy in the arena, of a column of a session's page table."""
+
+    column: int
+    offset: int
+    crc: int
+    key: bytes
 
 
 def space_of(layout: str, shard: Shard, config: EngineConfig) -> str:
@@ -191,25 +199,37 @@ class PageCopies:
 
     # ---- from the store ------------------------------------------------------------------------------
 
-    async def load(self, request: rank_pb2.FetchRequest) -> int:
-        """Read a session's pages into those that the log allocated for it. Returns the bytes.
+    async def load(self, request: rank_pb2.FetchRequest, columns: Columns) -> tuple[int, Columns]:
+        """Read a session's pages into those that the log allocated for it.
 
-        Raises MigrationRefused if a copy is not there or is damaged, or a turn or a release came first.
+        Returns the bytes, and the columns of which there is no copy, or a damaged one. If the request names nobody
+        else who has them, nothing is read where a copy is not there. Raises StoreUnavailable, or MigrationRefused
+        if a turn or a release came first.
         """
         parts = [store_pb2.KeysOfGroup(group=group, keys=keys) for group, keys in enumerate(request.keys)]
         pinned = await self._pin_all(request, parts)
-        arena, damaged = self.client.arena, list[store_pb2.KeysOfGroup]()
-        num_bytes = 0
+        arena, damaged, num_bytes = self.client.arena, list[store_pb2.KeysOfGroup](), 0
+        if arena is None or not (request.address or _has_all(pinned)):
+            await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+            return 0, columns
+        missing = Columns()
         try:
-            if arena is None or not _has_all(pinned):
-                raise MigrationRefused("not all copies are in this node's KV store")
-            for part, places, columns in zip(parts, pinned.groups, request.columns, strict=True):
-                found = list(zip(unpack_tokens(columns), places.offsets, places.crcs, strict=True))
-                num_bytes += await self._load_group(request, part, arena, found, damaged)
+            for part, places, wanted in zip(parts, pinned.groups, columns, strict=True):
+                found = [
+                    _Found(column, offset, crc, part.keys[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES])
+                    for i, (column, offset, crc) in enumerate(zip(wanted, places.offsets, places.crcs, strict=False))
+                    if offset >= 0
+                ]
+                bad = await self._load_group(request, part.group, arena, found)
+                if bad:
+                    damaged.append(store_pb2.KeysOfGroup(group=part.group, keys=b"".join(each.key for each in bad)))
+                loaded = {each.column for each in found} - {each.column for each in bad}
+                num_bytes += len(loaded) * self._owner.rank.kv.page_bytes[part.group]
+                self.counters["kv_pages_not_sent"] += len(loaded) if request.address else 0
+                missing.append([column for column in wanted if column not in loaded])
         finally:
-            unpin = store_pb2.UnpinCopies(pin=pinned.pin, damaged=damaged)
-            await self.client.ask(unpin=unpin)
-        return num_bytes
+            await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin, damaged=damaged))
+        return num_bytes, missing
 
     async def _pin_all(
         self, request: rank_pb2.FetchRequest, parts: Sequence[store_pb2.KeysOfGroup]
@@ -226,42 +246,35 @@ class PageCopies:
         return pinned
 
     async def _load_group(
-        self,
-        request: rank_pb2.FetchRequest,
-        part: store_pb2.KeysOfGroup,
-        arena: memoryview,
-        found: Sequence[tuple[int, int, int]],
-        damaged: list[store_pb2.KeysOfGroup],
-    ) -> int:
-        """``found``: columns, and the places and checksums of their copies."""
+        self, request: rank_pb2.FetchRequest, group: int, arena: memoryview, found: Sequence[_Found]
+    ) -> list[_Found]:
+        """Write copies to their columns. Returns those that are damaged."""
         rank = self._owner.rank
-        size = rank.kv.page_bytes[part.group]
+        size = rank.kv.page_bytes[group]
         per_chunk = max(1, LOAD_BYTES // size)
         chunks = [found[first : first + per_chunk] for first in range(0, len(found), per_chunk)]
         # A chunk is looked at while the one before it is written.
         looks = [self._loop.run_in_executor(self._thread, _look, arena, chunk, size) for chunk in chunks]
+        all_damaged = list[_Found]()
         try:
-            for i, (chunk, look) in enumerate(zip(chunks, looks, strict=True)):
-                pages, bad = await look
-                for j in bad:
-                    at = (i * per_chunk + j) * DIGEST_BYTES
-                    damaged.append(store_pb2.KeysOfGroup(group=part.group, keys=part.keys[at : at + DIGEST_BYTES]))
-                if bad:
-                    self.counters["kv_copies_damaged"] += len(bad)
-                    raise MigrationRefused("a copy in the KV store does not match its checksum")
-                columns = [column for column, _, _ in chunk]
-                await result_of(self._owner.call(partial(write_pages, rank, request, part.group, columns, pages)))
+            for look in looks:
+                pages, damaged = await look
+                all_damaged += damaged
+                columns = [each.column for each in pages]
+                data = [arena[each.offset : each.offset + size] for each in pages]
+                await result_of(self._owner.call(partial(write_pages, rank, request, group, columns, data)))
         finally:
             for look in looks:
                 look.cancel()
-        return len(found) * size
+        self.counters["kv_copies_damaged"] += len(all_damaged)
+        return all_damaged
 
 
 def _has_all(pinned: store_pb2.Pinned) -> bool:
     return all(offset >= 0 for places in pinned.groups for offset in places.offsets)
 
 
-def _look(arena: memoryview, found: Sequence[tuple[int, int, int]], size: int) -> tuple[list[memoryview], list[int]]:
-    """Copies in the arena, and which of them do not match their checksums."""
-    pages = [arena[offset : offset + size] for _, offset, _ in found]
-    return pages, [i for i, (page, (_, _, crc)) in enumerate(zip(pages, found, strict=True)) if zlib.crc32(page) != crc]
+def _look(arena: memoryview, found: Sequence[_Found], size: int) -> tuple[list[_Found], list[_Found]]:
+    """Copies that match their checksums, and those that do not."""
+    looked = [(each, zlib.crc32(arena[each.offset : each.offset + size]) == each.crc) for each in found]
+    return [each for each, is_right in looked if is_right], [each for each, is_right in looked if not is_right]

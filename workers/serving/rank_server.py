@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from holdfast import tls
-from holdfast.errors import MigrationRefused, RankDiverged, StaleEpoch
+from holdfast.errors import RankDiverged, StaleEpoch
 from holdfast.silence import silent_for
 from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
 from holdfast.wire import abort_with, sends_errors
 from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.follower import Follower
-from workers.serving.kv_transfer import KVServer, fetch_pages
+from workers.serving.kv_transfer import KVServer
 from workers.serving.page_copies import PageCopies
+from workers.serving.page_fetch import fetch
 
 log = logging.getLogger("holdfast.rank")
 
@@ -102,11 +103,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
 
     @sends_errors
     async def Fetch(self, request: rank_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> rank_pb2.FetchResponse:
-        if not request.keys:
-            return rank_pb2.FetchResponse(bytes=await fetch_pages(self.follower, request))
-        if self._copies is None:
-            raise MigrationRefused("this rank has no KV store")
-        return rank_pb2.FetchResponse(bytes=await self._copies.load(request))
+        return rank_pb2.FetchResponse(bytes=await fetch(self.follower, self._copies, request))
 
     async def _read(self, requests: AsyncIterator[rank_pb2.LeaderMessage]) -> None:
         async for message in requests:

@@ -9,6 +9,7 @@ import uuid
 from array import array
 from collections import Counter
 from concurrent.futures import Future
+from functools import partial
 
 from holdfast.errors import HoldfastError
 from holdfast.tokens import pack_tokens
@@ -16,10 +17,11 @@ from holdfast.v1 import rank_pb2, store_pb2
 from workers.engine.admission import MIN_LOAD_TOKENS, Wanted
 from workers.engine.leader import Leader
 from workers.engine.migration import ExportedKV
-from workers.kv.loadable import first_loaded, loadable_len
 from workers.kv.prefix import page_digests
-from workers.serving.bandwidth import Bandwidth
+from workers.serving.bandwidth import REMEASURE_EVERY, Bandwidth
+from workers.serving.load_plan import LoadPlan, load_plans, measure, seconds_until_there
 from workers.serving.page_copies import PageCopies
+from workers.serving.page_fetch import fetch
 from workers.serving.rank_links import RankLinks
 from workers.serving.results import result_of
 
@@ -37,7 +39,6 @@ class TurnLoads:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._bandwidths = {tier: Bandwidth(leader) for tier in NAMES}
-        """Of the slowest tier that a load needs."""
         self.counters: Counter[str] = Counter()
         leader.admission.load = self.load
 
@@ -71,46 +72,62 @@ class TurnLoads:
             done.set_result(None)
 
     async def _find_and_load(self, wanted: Wanted) -> None:
-        cache, client = self._leader.cache, self._copies.client
-        size, groups = cache.page_size, cache.groups
-        first = wanted.known_len // size
         # The last token is always computed: its logits start the output.
-        digests = (await asyncio.to_thread(page_digests, wanted.tenant, wanted.tokens[:-1], size))[first:]
-        keys = [store_pb2.KeysOfGroup(group=group.index, keys=b"".join(digests)) for group in groups]
-        tiers = await client.find(store_pb2.WantedCopies(groups=keys, nodes=wanted.kv_nodes))
-        reached = loadable_len(groups, tiers, first, size)
-        if reached - wanted.known_len < MIN_LOAD_TOKENS:
-            return
-        columns = [list(range(max(first, first_loaded(g, reached, size)), reached // size)) for g in groups]
-        found = Counter(part[column - first] for part, c in zip(tiers, columns, strict=True) for column in c)
-        stored = ExportedKV(wanted.tenant, wanted.tokens[:reached], reached, (), columns)
-        await self._load_into(wanted, stored, digests, first, self._bandwidths[max(found)])
-        for tier, num_pages in found.items():
-            self.counters[f"kv_pages_from_{NAMES[tier]}"] += num_pages
+        plan, digests = await self._plan(wanted, wanted.tokens[:-1])
+        if plan is not None and plan.reached - wanted.known_len >= MIN_LOAD_TOKENS:
+            stored = ExportedKV(wanted.tenant, wanted.tokens[: plan.reached], plan.reached, (), plan.columns)
+            await self._load_into(wanted, plan, stored, digests)
 
-    async def _load_into(
-        self, wanted: Wanted, stored: ExportedKV, digests: list[bytes], first: int, bandwidth: Bandwidth
-    ) -> None:
+    async def _plan(self, wanted: Wanted, tokens: array[int]) -> tuple[LoadPlan | None, list[bytes]]:
+        """What to load, and the digests of all pages. To load nothing, or a part, may be the fastest."""
+        cache, rank = self._leader.cache, self._leader.rank
+        first = wanted.known_len // cache.page_size
+        digests = await asyncio.to_thread(page_digests, wanted.tenant, tokens, cache.page_size)
+        keys = b"".join(digests[first:])
+        groups = [store_pb2.KeysOfGroup(group=group.index, keys=keys) for group in cache.groups]
+        tiers = await self._copies.client.find(store_pb2.WantedCopies(groups=groups, nodes=wanted.kv_nodes))
+        page_bytes = [size * rank.shard.size for size in rank.kv.page_bytes]
+        plans = list(load_plans(cache.groups, tiers, first, cache.page_size, page_bytes))
+        longest = max(plans, key=lambda plan: plan.reached, default=None)
+        speed = self._leader.pace.prefill_tokens_per_s
+        if longest is None or not speed:
+            return longest, digests
+        cost = partial(
+            seconds_until_there,
+            known_len=wanted.known_len,
+            length=len(tokens),
+            bandwidths=self._bandwidths,
+            tokens_per_s=speed,
+        )
+        best = min((longest, *plans, None), key=cost)
+        if best is not longest:
+            self.counters["kv_loads_cut"] += 1
+            if not self.counters["kv_loads_cut"] % REMEASURE_EVERY:
+                best = longest
+        return best, digests
+
+    async def _load_into(self, wanted: Wanted, plan: LoadPlan, stored: ExportedKV, digests: list[bytes]) -> None:
         migrations, session_id = self._leader.migrations, wanted.session_id
         transfer_id, began = f"load/{uuid.uuid4().hex}", time.monotonic()
         begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
         try:
             pending = await result_of(begun)
-            bandwidth.refuse_slow(pending)
             request = rank_pb2.FetchRequest(
                 session_id=session_id,
                 transfer_id=transfer_id,
                 columns=[pack_tokens(array("i", part)) for part in pending.columns],
-                keys=[b"".join(digests[column - first] for column in part) for part in pending.columns],
+                keys=[b"".join(digests[column] for column in part) for part in pending.columns],
                 timeout_s=TIMEOUT_S,
                 kv_nodes=wanted.kv_nodes,
             )
             followers = [self._links.fetch(rank, request) for rank in range(1, self._leader.rank.shard.size)]
-            num_bytes = sum(await asyncio.gather(self._copies.load(request), *followers))
+            num_bytes = sum(await asyncio.gather(fetch(self._leader, self._copies, request), *followers))
             reached = await result_of(migrations.complete_import(session_id, transfer_id))
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
-        bandwidth.measured(num_bytes, time.monotonic() - began)
+        measure(plan, num_bytes, time.monotonic() - began, self._bandwidths)
         self.counters["kv_loads"] += 1
         self.counters["kv_tokens_loaded"] += reached - pending.cached_len
+        for tier, num_pages in plan.pages.items():
+            self.counters[f"kv_pages_from_{NAMES[tier]}"] += num_pages

@@ -23,7 +23,8 @@ from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
 from workers.engine.messages import TurnUpdate
 from workers.scheduling import Finish
-from workers.serving.kv_transfer import Importer, KVServer, export_session
+from workers.serving.importer import Importer
+from workers.serving.kv_transfer import KVServer, export_session
 from workers.serving.messages import submission_of, update_message
 from workers.serving.metrics_server import MetricsServer
 from workers.serving.page_copies import PageCopies
@@ -82,10 +83,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         ``followers`` returns the other ranks' addresses; it may block until they are ready.
         """
         self._leader = await asyncio.to_thread(self._load)
-        self._importer = Importer(self._leader, self._links)
         if self._config.kv_store is not None:
             self._copies = PageCopies(self._leader, self._config)
             self._loads = TurnLoads(self._leader, self._links, self._copies)
+        self._importer = Importer(self._leader, self._links, self._copies)
         addresses = await asyncio.to_thread(followers)
         timeout_s = self._config.collective_timeout_s
         await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
