@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, SessionNotFound
 from holdfast.v1 import worker_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -101,7 +101,8 @@ class Migrator:
             await self._journal.move(session_id, epoch, target.name)
         except HoldfastError as error:
             self._not_migrated(session_id, target, error)
-            report.sessions_left += 1
+            # Without KV there is nothing to lose: as when its first turn was preempted, and is on its way elsewhere.
+            report.sessions_left += not isinstance(error, SessionNotFound)
             self._sweeper.sweep(target)
             return
         self._metrics.migrations.labels("migrated").inc()

@@ -97,20 +97,17 @@ class KVMigrations:
     def export(self, session_id: str, transfer_id: str) -> Future[ExportedKV]:
         """Hold an idle session's pages until ``end_export``; resolves when every rank does.
 
-        The future raises SessionNotFound, SessionBusy, OutOfPages (no slot is free), or MigrationRefused
-        if the session has no KV here.
+        The future raises SessionNotFound if the session has no KV here, SessionBusy, or OutOfPages (no slot is free).
         """
         return self._leader.when_applied(partial(self._export, session_id, transfer_id))
 
     def _export(self, session_id: str, transfer_id: str) -> ExportedKV:
         cache, name = self._leader.cache, export_slot(transfer_id)
         slot = cache.slots.get(session_id)
-        if slot is None:
-            raise SessionNotFound(f"session {session_id} has no KV on this worker")
-        if slot.turn_id is not None:
+        if slot is not None and slot.turn_id is not None:
             raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id}")
-        if slot.committed_len == 0:
-            raise MigrationRefused(f"session {session_id} has no KV on this worker")
+        if slot is None or slot.committed_len == 0:
+            raise SessionNotFound(f"session {session_id} has no KV on this worker")
         tokens = slot.tokens[:]
         child = cache.fork(session_id, name, for_reading=True)
         self._exports[name] = session_id
