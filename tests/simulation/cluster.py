@@ -12,6 +12,7 @@ import itertools
 import random
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,13 +33,14 @@ import workers.serving.rank_server
 import workers.serving.turn_loads
 import workers.serving.worker_server
 import workers.store.client
+import workers.store.disk
 from cluster.supervisor import Supervisor
 from tests.simulation.components import POLL_S, ROUTER_PORTS, Router, Worker
 from tests.simulation.engine import InThisThread, SimulatedFollower, SimulatedLeader, SimulatedLinks
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
 from tests.simulation.network import NOBODY, Network
-from tests.simulation.store import SimulatedClient, Stores, store_address
+from tests.simulation.store import FailingSegments, SimulatedClient, Stores, store_address
 from tests.simulation.world import World
 
 MIN_LOAD_TOKENS = 6
@@ -50,11 +52,13 @@ START_WITHIN_S = 100.0
 class Cluster(World):
     """Routers, workers and the supervisor."""
 
-    def __init__(self, loop: SimulatedLoop, rng: random.Random, tp: int, trace: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: SimulatedLoop, rng: random.Random, tp: int, trace: Callable[[str], None], disks: Path | None
+    ) -> None:
         super().__init__(loop, rng, trace)
         self.routers = [Router(self, i) for i in range(len(ROUTER_PORTS))]
         self.workers = [Worker(self, i, tp) for i in range(2)]
-        self.stores = Stores(self)
+        self.stores = Stores(self, disks)
 
     def waits_for_a_lost_worker(self, turn_id: str) -> bool:
         """Whether a router holds a turn at a worker that it has lost."""
@@ -149,6 +153,8 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.serving.page_copies, "StoreClient", SimulatedClient),
         mock.patch.object(workers.serving.page_copies, "ThreadPoolExecutor", lambda *given, **more: InThisThread()),
         mock.patch.object(workers.store.client, "socket_of", store_address),
+        mock.patch.object(workers.store.disk, "Segments", FailingSegments),
+        mock.patch.object(workers.store.disk, "time", _Time),
         mock.patch.object(router.journal.sqlite_store, "time", _Time),
         mock.patch.object(router.turns.prepare, "random", rng),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),

@@ -10,6 +10,7 @@ from router.fleet.migration import DrainReport
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
 from tests.simulation.network import NOBODY
+from tests.simulation.store import FailingSegments
 
 CALLBACKS = (300, 15_000)
 
@@ -33,6 +34,8 @@ class Faults:
         ]
         if cluster.engine_config.kv_store is not None:
             self._kinds.append((self.damage, 6))
+        if cluster.stores.have_disks:
+            self._kinds += [(self.damage_disk, 4), (self.store_disk_fails, 2)]
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
         self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))
@@ -51,6 +54,7 @@ class Faults:
         cluster.network.latency_s = (0.0002, 0.002)
         cluster.disk.fails = cluster.disk.loses_answers = 0.0
         cluster.disk.latency_s = (0.0002, 0.002)
+        FailingSegments.fails = 0.0
         for process in [*cluster.processes(), cluster.supervisor]:
             if process.paused:
                 process.resume()
@@ -73,6 +77,14 @@ class Faults:
 
     def damage(self) -> None:
         self.cluster.stores.damage()
+
+    def damage_disk(self) -> None:
+        self.cluster.stores.damage_disk()
+
+    def store_disk_fails(self) -> None:
+        FailingSegments.fails = self.rng.choice((0.1, 1.0))
+        self.cluster.trace(f"the stores' disks fail: {FailingSegments.fails}")
+        self._later(self.rng.uniform(0.2, 3.0), lambda: setattr(FailingSegments, "fails", 0.0))
 
     def restart(self) -> None:
         self.cluster.trace("everything is killed, and started again")

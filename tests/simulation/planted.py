@@ -31,6 +31,7 @@ from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
 from workers.store.copies import CopyIndex
 from workers.store.peers import Peers
+from workers.store.segments import Segments
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
@@ -160,6 +161,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a release is not passed on to other nodes": lambda: mock.patch.object(
         Peers, "release", lambda self, session: None
     ),
+    "a release leaves copies on disks": lambda: mock.patch.object(Segments, "release", lambda self, owner: None),
     "a release leaves copies": lambda: mock.patch.object(CopyIndex, "release", lambda self, owner: 0),
     "a head computes a token before its state is there": lambda: mock.patch.object(
         HeadSpeculation, "_missing", _before_its_state

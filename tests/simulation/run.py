@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from tests.simulation.model import GROUPS, SimulatedRank
 from workers.kv import SessionCache
 
 SETTLE_S = 30.0
+SWEPT_WITHIN_S = 90.0
 ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE3")
 gc.freeze()  # what is there now stays: only what seeds leave behind is looked through after each
 
@@ -72,7 +74,8 @@ def run_seed(seed: int) -> Result:
     asyncio.set_event_loop(loop)
     gc.disable()
     try:
-        _run(loop, rng, result, trace)
+        with tempfile.TemporaryDirectory(prefix="holdfast-simulation-") as disks:
+            _run(loop, rng, result, trace, Path(disks))
     finally:
         result.num_callbacks, result.simulated_s = loop.num_callbacks, loop.time()
         logger.removeHandler(handler)
@@ -84,8 +87,9 @@ def run_seed(seed: int) -> Result:
     return result
 
 
-def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None]) -> None:
-    cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace)
+def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None], disks: Path) -> None:
+    has_disks = result.seed % 4 == 1
+    cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace, disks if has_disks else None)
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
@@ -101,6 +105,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
             cluster.violated(f"L13: {stuck}")
     result.violations += cluster.violations
     cluster.disk.db.close()
+    cluster.stores.close()
 
 
 def _bury(loop: SimulatedLoop) -> None:
@@ -166,6 +171,16 @@ async def _whole(cluster: Cluster) -> None:
         await asyncio.sleep(0.1)
 
 
+async def _swept(cluster: Cluster, gone: set[str]) -> None:
+    """What a disk kept, because it failed or its store died before it was told of a release, is found by a sweep."""
+    end = cluster.loop.time() + SWEPT_WITHIN_S
+    while left := gone & cluster.stores.owners_on_disk():
+        if cluster.loop.time() > end:
+            cluster.violated(f"L12: a disk still has copies of {left}")
+            return
+        await asyncio.sleep(1.0)
+
+
 async def _check(cluster: Cluster, clients: list[Client]) -> None:
     """Laws L1 to L13, where nothing runs any more."""
     await asyncio.sleep(2.0)
@@ -181,6 +196,7 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
         if router.core is not None and router.core.live.ids():
             cluster.violated(f"L13: {router.process.name} still runs {router.core.live.ids()}")
     gone = {client.name for client in clients if client.released}
+    await _swept(cluster, gone)
     for name, copies in cluster.stores.owned().items():
         if name in gone and not all(copy.is_shared for copy in copies):
             cluster.violated(f"L12: the KV store still has copies of {name}")

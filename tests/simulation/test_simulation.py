@@ -13,7 +13,7 @@ from tests.simulation.planted import PLANTED, seeds_to_find
 from tests.simulation.run import run_seed
 
 NUM_SEEDS, NUM_SEEDS_LONG = 60, 10_000
-QUICK, MAX_SEEDS = 12, 1000
+QUICK, MAX_SEEDS = 24, 1000
 """Planted bugs that are found within ``QUICK`` seeds are looked for in each test run."""
 SLOW = {
     "a fork takes no references to its pages",
