@@ -96,6 +96,9 @@ class Config(BaseModel):
     hicache_size: float = Field(
         0.0, ge=0, description="GB of memory on each node for copies of KV, which outlive workers; 0: none"
     )
+    hicache_ratio: float = Field(
+        0.0, ge=0, description="the same as a multiple of the KV that a node's workers hold; --hicache-size goes first"
+    )
     kv_disk_path: Path | None = Field(
         None, description="folder on each node for more copies, which outlive the cluster too; needs --hicache-size"
     )
@@ -161,6 +164,10 @@ class Config(BaseModel):
     )
     drain_timeout_s: float = Field(5.0, ge=0, description="how long live turns may continue at shutdown")
 
+    @property
+    def has_kv_store(self) -> bool:
+        return bool(self.hicache_size or self.hicache_ratio)
+
     def check(self) -> None:
         """Check what no single field can. Raises ConfigError."""
         if not (self.model / "config.json").is_file():
@@ -169,8 +176,8 @@ class Config(BaseModel):
             raise ConfigError("ssl_certfile, ssl_keyfile: TLS needs both")
         if (self.kv_disk_path is not None) != (self.kv_disk_size > 0):
             raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
-        if self.kv_disk_path is not None and not self.hicache_size:
-            raise ConfigError("kv_disk_path: needs hicache_size, because copies go to disk from memory")
+        if self.kv_disk_path is not None and not self.has_kv_store:
+            raise ConfigError("kv_disk_path: needs hicache_size or hicache_ratio, for copies go to disk from memory")
         if not (self.api_key or self.admin_api_key or self.api_key_file or self.no_auth or _is_loopback(self.host)):
             raise ConfigError(
                 f"host: {self.host} can be reached by others, who could do everything: set api_key_file "

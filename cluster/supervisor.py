@@ -109,6 +109,8 @@ class Supervisor:
             await asyncio.gather(
                 *(worker.start() for worker in self._workers), *(router.start([]) for router in self._routers)
             )
+            if self._stores is not None:
+                await self._stores.start()  # those whose size the workers' tells
             for router in self._routers:
                 await router.set_workers(self.addresses())
             for router in self._routers:

@@ -36,15 +36,15 @@ class Cluster:
         self.config = config
         self._authority = None if config.insecure_internal else Authority()
         self._renewing: asyncio.Task[None] | None = None
-        engine, num_bytes = config.engine(), int(config.hicache_size * GB)
+        engine = config.engine()
         self._stores: NodeStores | None = None
-        if num_bytes:
+        if config.has_kv_store:
             remove_stale()
             folder = cluster_folder(uuid.uuid4().hex[:12])
             engine = replace(engine, kv_store=folder)
             self._stores = NodeStores(
                 folder,
-                num_bytes,
+                self._store_bytes,
                 _disk(config),
                 ranks_on=lambda: [node for worker in self.workers for node in worker.nodes()],
                 host=LOOPBACK if config.address is None else None,
@@ -122,6 +122,14 @@ class Cluster:
         if self._stores is not None:
             await self._stores.stop()
         tls.use_identity(None)
+
+    def _store_bytes(self, node: str) -> int:
+        """What a node's store is to have; 0 until it is known how much KV the node's workers hold."""
+        if self.config.hicache_size:
+            return int(self.config.hicache_size * GB)
+        if any(worker.address is None for worker in self.workers):
+            return 0
+        return int(self.config.hicache_ratio * sum(worker.kv_bytes(node) for worker in self.workers))
 
     def _issue(self, role: str) -> tls.Identity | None:
         return self._authority.issue(role) if self._authority is not None else None

@@ -27,6 +27,8 @@ SILENCE_S = 3.0
 class NodeStores:
     """A store on every node that is alive. ``folder``: the cluster's, where each node has one of its own.
 
+    ``size_of``: a node's bytes of memory; a node for which it says 0 has no store yet. Asked until it says more.
+
     ``ranks_on``: the nodes that have ranks now; only stores on such nodes copy to each other. ``host``: where all of
     them listen for each other; None: each at its node's address.
     """
@@ -34,7 +36,7 @@ class NodeStores:
     def __init__(
         self,
         folder: Path,
-        num_bytes: int,
+        size_of: Callable[[str], int],
         disk: DiskConfig | None,
         *,
         ranks_on: Callable[[], Iterable[str]],
@@ -45,7 +47,8 @@ class NodeStores:
     ) -> None:
         self._folder, self._num_replicas, self._ranks_on = folder, num_replicas, ranks_on
         self._issue = issue
-        self._given = (num_bytes, disk, host, write_bytes_per_s)
+        self._size_of, self._sizes = size_of, dict[str, int]()
+        self._given = (disk, host, write_bytes_per_s)
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, tuple[str, str]] = {}
         """By node: its name, and its store's address."""
@@ -55,8 +58,8 @@ class NodeStores:
         self._processes: dict[str, tuple[int, float]] = {}
 
     async def start(self) -> None:
-        """Start a store on every node. Raises HoldfastError."""
-        await asyncio.gather(*(self._start(node) for node in _nodes()))
+        """Start a store on every node that has none, and whose size is known. Raises HoldfastError."""
+        await asyncio.gather(*(self._start(node) for node in _nodes() - self._actors.keys()))
         await self._introduce()
 
     async def keep(self) -> None:
@@ -94,10 +97,14 @@ class NodeStores:
         await self._start(node)
 
     async def _start(self, node: str) -> None:
+        # Once known, it stays: a worker may be restarting when its node's store is.
+        num_bytes = self._sizes[node] = self._sizes.get(node) or self._size_of(node)
+        if not num_bytes:
+            return
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class: Any = KVStoreActor
         actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
-            node_folder(self._folder, node), *self._given
+            node_folder(self._folder, node), num_bytes, *self._given
         )
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
             self._processes[node] = await actor.process.remote()

@@ -48,6 +48,7 @@ class WorkerGroup:
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._processes: list[RankProcess] = []
+        self._kv_bytes: list[int] = []
 
     async def start(self) -> None:
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""
@@ -66,6 +67,7 @@ class WorkerGroup:
         await self.renew()
         store = await self._actors[0].open_store.remote() if self.size > 1 else None
         leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
+        self._kv_bytes = await asyncio.gather(*(actor.kv_bytes.remote() for actor in self._actors))
         self.address = WorkerAddress(self.name, incarnation, leader, self._config.max_running_requests)
 
     async def renew(self) -> None:
@@ -109,6 +111,12 @@ class WorkerGroup:
     def nodes(self) -> list[str]:
         """The nodes of the incarnation's ranks, by their ids."""
         return [process.node_id for process in self._processes]
+
+    def kv_bytes(self, node: str) -> int:
+        """What the pools of the incarnation's ranks on a node hold."""
+        return sum(
+            size for size, process in zip(self._kv_bytes, self._processes, strict=False) if process.node_id == node
+        )
 
     def remove_placement(self) -> None:
         if self._placement is not None:

@@ -74,6 +74,10 @@ async def test_a_killed_store_costs_copies_and_no_turn(served: Served) -> None:
     await until(copies_again, 30, "copies in the new store")
 
 
+def store_bytes(served: Served) -> int:
+    return sum(int(worker["kv_store"].get("bytes_total", 0)) for worker in served.workers())
+
+
 def store_process_is_new(served: Served, pid: int) -> bool:
     try:
         return store_process(served).pid != pid
@@ -82,16 +86,19 @@ def store_process_is_new(served: Served, pid: int) -> bool:
 
 
 async def test_a_restarted_cluster_finds_its_sessions_kv_on_the_disk(tmp_path: Path) -> None:
-    flags = ("--workers", "1", "--hicache-size", "0.25", "--kv-disk-size", "0.5")
+    """Its memory is a multiple of what its workers hold: 8,192 tokens of 4 KB."""
+    flags = ("--workers", "1", "--hicache-ratio", "4", "--max-total-tokens", "8192", "--kv-disk-size", "0.5")
     disk = ("--kv-disk-path", str(tmp_path / "disk"))
     with serving(tmp_path, *flags, *disk) as cluster:
         texts = {name: f"{name}: {LONG}" for name in ("a", "b")}
+        await until(lambda: store_bytes(cluster) == 4 * 8192 * 4096, 20, "the store's size")
         for name in texts:
             texts[name] += turn(cluster, name, texts[name])
         await until(lambda: counters(cluster).get("kv_pages_copied", 0) >= 120, 20, "copies")
         segments = lambda: sum(path.stat().st_size for path in (tmp_path / "disk").glob("0/segment-*"))  # noqa: E731
         await until(lambda: segments() > 120 * 65_536, 20, "copies on the disk")
     with serving(tmp_path, *flags, *disk) as cluster:
+        await until(lambda: store_bytes(cluster) > 0, 20, "the rank to find the store")
         for name, text in texts.items():
             assert turn(cluster, name, f"{text} And then")
         found = counters(cluster)

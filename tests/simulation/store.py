@@ -164,7 +164,7 @@ class Stores:
 
     async def start(self) -> None:
         for node in self._nodes:
-            await node.start()
+            await node.keep()
         await self._introduce()
 
     async def keep(self) -> None:

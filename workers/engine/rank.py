@@ -109,6 +109,12 @@ class Rank:
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
+    @property
+    def kv_bytes(self) -> int:
+        """What its pools of pages hold, of all groups."""
+        sizes = zip(self.cache.groups, self.kv.page_bytes, strict=True)
+        return sum(group.pool.num_pages * page_bytes for group, page_bytes in sizes)
+
     def _load_backend(self, config: EngineConfig) -> Backend:
         return load_backend(
             config.attention_backend,

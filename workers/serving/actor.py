@@ -89,6 +89,11 @@ class RankActor:
         gc.freeze()
         return address
 
+    async def kv_bytes(self) -> int:
+        """What this rank's pools hold. After ``start``."""
+        assert self._server is not None, "it was started"
+        return self._server.rank.kv_bytes
+
     async def wait(self) -> None:
         """Returns when the rank was stopped. Ray raises ActorDiedError when its process died."""
         await self._stopped.wait()

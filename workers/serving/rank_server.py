@@ -17,6 +17,7 @@ from holdfast.wire import abort_with, sends_errors
 from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.follower import Follower
+from workers.engine.rank import Rank
 from workers.serving.kv_transfer import KVServer
 from workers.serving.page_copies import PageCopies
 from workers.serving.page_fetch import fetch
@@ -50,6 +51,11 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
         self._copies: PageCopies | None = None
         self._stopping = False
         self._num_heard = 0
+
+    @property
+    def rank(self) -> Rank:
+        """After ``start``."""
+        return self.follower.rank
 
     async def start(self, host: str) -> str:
         """Load this rank's shard and serve on a free port of ``host``; returns the address."""

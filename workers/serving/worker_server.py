@@ -22,6 +22,7 @@ from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
 from workers.engine.messages import TurnUpdate
+from workers.engine.rank import Rank
 from workers.scheduling import Finish
 from workers.serving.importer import Importer
 from workers.serving.kv_transfer import KVServer, export_session
@@ -76,6 +77,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._copies: PageCopies | None = None
         self._loads: TurnLoads | None = None
         self._server: grpc.aio.Server | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """The leader's, after ``start``."""
+        return self._leader.rank
 
     async def start(self, host: str, followers: Callable[[], dict[int, str]] = dict) -> str:
         """Load the model and serve on a free port of ``host``; returns the address.
