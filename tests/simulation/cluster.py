@@ -25,8 +25,10 @@ import router.turns.prepare
 import router.turns.relay
 import router.turns.sessions
 import workers.engine.admission
+import workers.engine.drafts
 import workers.engine.follower
 import workers.engine.leader
+import workers.engine.pace
 import workers.serving.importer
 import workers.serving.page_copies
 import workers.serving.rank_server
@@ -146,6 +148,8 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(router.turns.sessions, "time", _Time),
         mock.patch.object(router.fleet.migration, "time", _Time),
         mock.patch.object(workers.engine.leader, "time", _Time),
+        mock.patch.object(workers.engine.drafts, "time", _Time),
+        mock.patch.object(workers.engine.pace, "time", _Time),
         mock.patch.object(workers.serving.importer, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),

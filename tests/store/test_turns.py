@@ -16,6 +16,7 @@ from holdfast.v1 import store_pb2
 from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
 from tests.store.nodes import (
+    SAMPLING,
     SLAB,
     Node,
     Stub,
@@ -32,6 +33,7 @@ from tests.waiting import until
 from workers.kv.page_events import PageEvents
 from workers.models.parallel import Shard
 from workers.serving.page_copies import space_of
+from workers.serving.turn_loads import TurnLoads
 from workers.store import client
 from workers.store.server import DiskConfig
 
@@ -106,6 +108,35 @@ async def test_an_evicted_session_is_loaded(tmp_path: Path) -> None:
         assert (await turn(stub, "s", second))[0] == says[1]
         assert counters(cluster, "w0")["computed_tokens"] - computed < 30
         assert counters(cluster, "w0")["kv_tokens_loaded"] >= 200
+
+
+async def test_what_is_evicted_while_a_load_is_planned_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load brings what the device lacks. What the device had may be gone when the load begins."""
+    whole = words(1, 300)
+    (says,) = await expected(tmp_path, [*whole, 3, 4])
+    plan, planned = TurnLoads._plan, list[int]()
+    async with one_worker(tmp_path) as (_, cluster, stub):
+        await turn(stub, "other", whole)
+        await copied(cluster, "w0")
+        await lose_device_kv(cluster)
+        await turn(stub, "s", whole[:100])
+
+        async def planning(self: TurnLoads, wanted: Any, tokens: Any) -> Any:
+            made = await plan(self, wanted, tokens)
+            if wanted.session_id == "s":
+                planned.append(wanted.known_len)
+            if planned == [100]:
+                await lose_device_kv(cluster)
+                await turn(stub, "in its pages", words(9, 120))
+            return made
+
+        monkeypatch.setattr(TurnLoads, "_plan", planning)
+        tokens = pb.TokenIds(ids=[*whole[100:], 3, 4])
+        request = pb.GenerateRequest(session_id="s", tokens=tokens, sampling=SAMPLING, rewind_to=100)
+        assert [token async for answer in stub.Generate(request) for token in answer.tokens] == says
+        assert planned == [100, 0] and counters(cluster, "w0")["kv_loads_failed"] == 1, "then it is asked for all"
 
 
 async def test_a_flipped_bit_is_found_counted_and_computed(tmp_path: Path) -> None:

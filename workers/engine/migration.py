@@ -41,6 +41,8 @@ class ExportedKV:
     turn_starts: Sequence[int]
     columns: Columns
     """The columns of its page tables that hold a page."""
+    begins_at: int = 0
+    """Tokens whose KV is not in ``columns``, because the target had it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ class KVMigrations:
         """Give the session a slot, and pages for the KV that is not cached here.
 
         The future resolves when every rank has applied it. It raises StaleEpoch, SessionBusy,
-        SessionExists, or MigrationRefused if there is no room without evicting other sessions.
+        SessionExists, or MigrationRefused if there is no room without evicting other sessions, or what was here
+        is gone.
         """
         return self._leader.when_applied(partial(self._begin_import, session_id, epoch, transfer_id, exported))
 
@@ -178,6 +181,9 @@ class KVMigrations:
         columns = [[c for c in part if missing_len and c >= cached_len // size] for part in exported.columns]
         pending = PendingImport(transfer_id, epoch, exported.tokens, cached_len, committed_len, columns, is_new)
         self._imports[session_id] = pending
+        if cached_len < exported.begins_at:
+            self.abort_import(session_id)
+            raise MigrationRefused(f"{exported.begins_at} tokens of KV were here, of which {cached_len} are left")
         for group, part in zip(cache.groups, columns, strict=True):
             if not for_a_turn and len(part) > group.pool.num_free + group.pool.num_cached:
                 self.abort_import(session_id)

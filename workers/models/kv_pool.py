@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ class KVPool:
             self.v.append(parts[1] if len(parts) > 1 else None)
         self.scales = [(1.0, 1.0)] * len(self.k) if dtype is not FP8 or not scales else list(scales)
         self._parts: list[list[Tensor]] = [[] for _ in groups]
+        self._bytes: dict[int, list[tuple[npt.NDArray[np.uint8], int, int]]] = {}
         for part in (self.k, self.v):
             for tensor, group in zip(part, config.layer_groups, strict=True):
                 if tensor is not None:
@@ -58,6 +60,7 @@ class KVPool:
         assert other.dtype == self.dtype and other.page_size == self.page_size
         self._parts[group] += [part for parts in other._parts for part in parts]
         self.page_bytes[group] += sum(other.page_bytes)
+        self._bytes.clear()
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole pages ``(group, source, target)``, in order: a target may be a later source."""
@@ -78,21 +81,36 @@ class KVPool:
             for target, data in zip(targets, self.read_pages(group, pages), strict=True):
                 target[:] = data
             return
-        # Without torch, whose calls take longer than the copies.
-        parts = [part.flatten(1).view(torch.uint8).numpy() for part in self._parts[group]]
-        ends = list(accumulate(part.shape[1] for part in parts))
         for page, target in zip(pages, targets, strict=True):
             whole = np.frombuffer(target, np.uint8)
-            for part, start, end in zip(parts, [0, *ends], ends, strict=False):
+            for part, start, end in self._byte_parts(group):
                 whole[start:end] = part[page]
 
     def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes | memoryview]) -> None:
         """Write the result of ``read_pages``, of this rank or of one with the same layout, to these pages."""
         parts = self._parts[group]
+        if parts[0].device.type == "cpu":
+            for page, source in zip(pages, data, strict=True):
+                received = np.frombuffer(source, np.uint8)
+                for pages_of, start, end in self._byte_parts(group):
+                    pages_of[page] = received[start:end]
+            return
         together = torch.frombuffer(bytearray().join(data), dtype=parts[0].dtype).view(len(pages), -1)
         index = torch.tensor(pages, device=parts[0].device)
         for part, values in zip(parts, together.split([part[0].numel() for part in parts], dim=1), strict=True):
             part[index] = values.to(part.device).view(len(pages), *part.shape[1:])
+
+    def _byte_parts(self, group: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
+        """On a CPU: each tensor's bytes by page, and where a page's begin and end in ``read_pages``.
+
+        Copied without torch, whose calls take longer than the copies.
+        """
+        found = self._bytes.get(group)
+        if found is None:
+            parts = [part.flatten(1).view(torch.uint8).numpy() for part in self._parts[group]]
+            ends = list(accumulate(part.shape[1] for part in parts))
+            found = self._bytes[group] = list(zip(parts, [0, *ends], ends, strict=False))
+        return found
 
 
 def page_sizes_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> list[int]:

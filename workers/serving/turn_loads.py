@@ -75,7 +75,9 @@ class TurnLoads:
         # The last token is always computed: its logits start the output.
         plan, digests = await self._plan(wanted, wanted.tokens[:-1])
         if plan is not None and plan.reached - wanted.known_len >= MIN_LOAD_TOKENS:
-            stored = ExportedKV(wanted.tenant, wanted.tokens[: plan.reached], plan.reached, (), plan.columns)
+            tokens, size = wanted.tokens[: plan.reached], self._leader.cache.page_size
+            begins_at = wanted.known_len // size * size
+            stored = ExportedKV(wanted.tenant, tokens, plan.reached, (), plan.columns, begins_at)
             await self._load_into(wanted, plan, stored, digests)
 
     async def _plan(self, wanted: Wanted, tokens: array[int]) -> tuple[LoadPlan | None, list[bytes]]:
