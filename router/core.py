@@ -50,6 +50,7 @@ class RouterCore:
             lambda: [link.stats for link in self.fleet.alive()],
             lambda: len(self.live),
             lambda: len(self.sessions),
+            lambda: self.control_plane.degraded,
         )
 
     async def close(self) -> None:

@@ -57,9 +57,10 @@ class Metrics:
         workers: Callable[[], list[worker_pb2.WorkerStats]],
         live_turns: Callable[[], int],
         sessions: Callable[[], int],
+        degraded: Callable[[], str],
     ) -> None:
         self.registry.register(WorkerCollector(workers))
-        self.registry.register(_Live(lambda: len(workers()), live_turns, sessions))
+        self.registry.register(_Live(lambda: len(workers()), live_turns, sessions, degraded))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -68,8 +69,14 @@ class Metrics:
 class _Live(Collector):
     """Gauges that are read at each scrape."""
 
-    def __init__(self, alive: Callable[[], int], live_turns: Callable[[], int], sessions: Callable[[], int]) -> None:
-        self._alive, self._live_turns, self._sessions = alive, live_turns, sessions
+    def __init__(
+        self,
+        alive: Callable[[], int],
+        live_turns: Callable[[], int],
+        sessions: Callable[[], int],
+        degraded: Callable[[], str],
+    ) -> None:
+        self._alive, self._live_turns, self._sessions, self._degraded = alive, live_turns, sessions, degraded
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
@@ -77,3 +84,8 @@ class _Live(Collector):
         )
         yield GaugeMetricFamily("holdfast_router_sessions", "Sessions in this router's memory", value=self._sessions())
         yield GaugeMetricFamily("holdfast_workers_alive", "Workers that this router reaches", value=self._alive())
+        yield GaugeMetricFamily(
+            "holdfast_control_plane_reachable",
+            "1 while what starts workers again can be reached, else 0",
+            value=not self._degraded(),
+        )
