@@ -88,6 +88,9 @@ class Config(BaseModel):
     insecure_internal: bool = Field(
         False, description="clear text between routers, workers and stores, and nobody is asked who they are"
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="of what processes log: lines, or JSON with session_id and turn_id, from info on"
+    )
     no_auth: bool = Field(False, description="serve others than this machine without any key")
     address: str | None = Field(None, description="existing Ray cluster to join; default: a fresh local one")
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")

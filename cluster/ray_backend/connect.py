@@ -28,6 +28,9 @@ def connect(config: Config) -> None:
     """Join the Ray cluster at ``config.address``, or start one on this machine. Raises ConfigError."""
     prepare_environment()
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
+    if config.log_format == "json":
+        logging.getLogger().handlers.clear()  # Ray's takes their place
+        common["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])
     if config.address is not None:
         _join(config.address, common)
         return

@@ -19,6 +19,8 @@ SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 ]
+LAST_EPOCH = 2**62
+"""Of a release of what the journal does not know: later than any epoch that a worker can have seen."""
 CHANNEL_OPTIONS = SERVER_OPTIONS[:2]
 
 

@@ -134,7 +134,8 @@ class Migrator:
         return copied
 
     def _not_migrated(self, session_id: str, target: WorkerLink, error: HoldfastError) -> None:
-        log.info("session %s is not migrated to %s: %s", session_id, target.name, error.message)
+        what = {"session_id": session_id}
+        log.info("session %s is not migrated to %s: %s", session_id, target.name, error.message, extra=what)
         self._metrics.migrations.labels("refused").inc()
 
     async def _migrate_all(self, source: WorkerLink, report: DrainReport) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.errors import HoldfastError, NoWorkerAvailable
 from holdfast.v1 import session_pb2
+from holdfast.wire import LAST_EPOCH
 from router.fleet.link import WorkerLink
 from router.journal.interface import Journal
 
@@ -15,8 +16,6 @@ log = logging.getLogger("holdfast.router")
 SWEEP_RETRY_S = 0.5
 SWEEP_EVERY_S = 30.0
 """Copies of released sessions are looked for: a release may have died with the store that was to pass it on."""
-LAST_EPOCH = 2**62
-"""Releases what the journal does not know: later than any epoch that a worker can have seen."""
 
 
 class Sweeper:

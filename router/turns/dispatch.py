@@ -100,6 +100,7 @@ class Dispatch:
             turn.worker.name,
             len(turn.tokens),
             1000 * (time.monotonic() - began),
+            extra=turn.log_fields,
         )
         return inbox
 

@@ -199,7 +199,11 @@ class Gateway:
 
 
 def _hang_up(turn: LiveTurn, task: asyncio.Task[Any] | None) -> None:
-    log.warning("turn %s: its client does not read; the turn is cut off at its deadline", turn.request.turn_id)
+    log.warning(
+        "turn %s: its client does not read; the turn is cut off at its deadline",
+        turn.request.turn_id,
+        extra=turn.log_fields,
+    )
     turn.overdue = True
     if task is not None:
         task.cancel()

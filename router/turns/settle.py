@@ -51,7 +51,9 @@ class Settler:
             pass
         except HoldfastError as error:
             # Whether the journal has the turn is unknown: load the session again before its next use.
-            log.warning("session %s: cannot roll back its turn: %s", session.session_id, error.message)
+            log.warning(
+                "session %s: cannot roll back its turn: %s", session.session_id, error.message, extra=turn.log_fields
+            )
             self._sessions.forget(session.session_id)
             await self._leave_open(turn, session)
         finally:
@@ -62,7 +64,12 @@ class Settler:
         try:
             await self._journal.leave_turn(session.session_id, turn.request.turn_id)
         except JournalUnavailable as error:
-            log.warning("session %s: cannot leave its turn to other routers yet: %s", session.session_id, error.message)
+            log.warning(
+                "session %s: cannot leave its turn to other routers yet: %s",
+                session.session_id,
+                error.message,
+                extra=turn.log_fields,
+            )
             self._background.start(self._leave_open_later(turn, session))
         except (SessionNotFound, SessionReleased):
             pass

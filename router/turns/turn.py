@@ -111,6 +111,11 @@ class LiveTurn:
     """When a failover submitted the turn, until its next token arrives."""
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """What a log record says of the turn besides its text."""
+        return {"turn_id": self.request.turn_id, "session_id": self.request.session_id}
+
+    @property
     def sampling(self) -> session_pb2.Sampling:
         """What its next worker has to do."""
         sampling = self.request.sampling

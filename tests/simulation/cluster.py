@@ -26,6 +26,7 @@ import router.turns.relay
 import router.turns.sessions
 import workers.engine.admission
 import workers.engine.drafts
+import workers.engine.epochs
 import workers.engine.follower
 import workers.engine.leader
 import workers.engine.pace
@@ -150,6 +151,7 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.engine.leader, "time", _Time),
         mock.patch.object(workers.engine.drafts, "time", _Time),
         mock.patch.object(workers.engine.pace, "time", _Time),
+        mock.patch.object(workers.engine.epochs, "time", _Time),
         mock.patch.object(workers.serving.importer, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from holdfast.errors import InvalidRequest, PromptTooLong, QueueFull, SessionBusy, StaleEpoch
+from holdfast.wire import LAST_EPOCH
 from tests.workers.engine import NO_EOS, Engine
 from workers.config import BUNDLED_MODEL
+from workers.engine import epochs
 from workers.kv.slot import new_tokens
 from workers.scheduling import Finish, SamplingParams
 
@@ -150,6 +154,33 @@ def test_stale_epoch_is_refused_and_newer_one_takes_over() -> None:
     cut = engine.leader.free_tail("s", 3, 0)
     engine.commands()
     assert isinstance(cut.exception(1), StaleEpoch)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_what_arrives_after_its_sessions_release_is_refused(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was sent before, on a connection that was cut. A slot for it would never be freed."""
+    engine = Engine()
+    engine.submit("first", "s", [5] * 8, epoch=2)
+    engine.run()
+    engine.leader.release_session("s", 3, moved=moved)
+    engine.submit("late", "s", [5] * 8, epoch=2)
+    assert isinstance(engine.last("late").error, StaleEpoch) and "s" not in engine.cache.slots
+    # Much later the id may be a new session's.
+    now = time.monotonic()
+    monkeypatch.setattr(epochs, "time", SimpleNamespace(monotonic=lambda: now + epochs.RELEASED_S + 1))
+    engine.submit("new", "s", [5] * 8, epoch=1)
+    engine.run()
+    assert len(engine.output("new")) == 12
+
+
+def test_a_session_that_the_journal_does_not_know_may_begin_again_at_once() -> None:
+    engine = Engine()
+    engine.submit("first", "s", [5] * 8, epoch=2)
+    engine.run()
+    engine.leader.release_session("s", LAST_EPOCH)
+    engine.submit("new", "s", [5] * 8, epoch=1)
+    engine.run()
+    assert len(engine.output("new")) == 12
 
 
 def test_bad_input_is_refused_and_disturbs_nothing() -> None:

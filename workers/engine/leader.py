@@ -265,7 +265,7 @@ class Leader:
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id, moved=moved)
             self.drafts.release(session_id)
-            self.epochs.forget(session_id)
+            self.epochs.released(session_id, epoch)
 
         def release() -> None:
             self.epochs.check(session_id, epoch)

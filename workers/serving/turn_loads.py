@@ -65,7 +65,9 @@ class TurnLoads:
                 await self._find_and_load(wanted)
         except (HoldfastError, TimeoutError) as error:
             self.counters["kv_loads_failed"] += 1
-            log.info("KV of session %s is computed, not loaded: %s", wanted.session_id, error or "it took too long")
+            what = {"session_id": wanted.session_id}
+            reason = error or "it took too long"
+            log.info("KV of session %s is computed, not loaded: %s", wanted.session_id, reason, extra=what)
         except Exception:
             log.exception("KV of session %s is computed, not loaded", wanted.session_id)
         finally:
