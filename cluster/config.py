@@ -18,6 +18,7 @@ from router.journal.interface import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTIO
 from workers.config import BUNDLED_MODEL, EngineConfig
 
 MAX_PORT = 65535
+JOURNAL_URL = "HOLDFAST_JOURNAL_URL"
 SECRETS = {"api_key": "HOLDFAST_API_KEYS", "admin_api_key": "HOLDFAST_ADMIN_API_KEYS"}
 """What is not given on a command line, which everybody on the machine can read, and the variables to give it in."""
 
@@ -132,7 +133,10 @@ class Config(BaseModel):
     ray_log: Path | None = Field(
         None, description="file for Ray's messages; default: holdfast-ray.log beside the journal"
     )
-    journal_url: str | None = Field(None, description="redis://...: a journal for routers on many machines")
+    journal_url: str | None = Field(
+        None,
+        description=f"redis(s)://...: a journal for routers on many machines; one with a password: {JOURNAL_URL}",
+    )
     routers: int = Field(
         1, ge=1, le=64, description="routers over one journal, on consecutive ports from --port and --grpc-port on"
     )
@@ -300,6 +304,9 @@ def load_config(file: Path | None, flags: dict[str, Any]) -> Config:
         from_environment = os.environ.pop(variable, "").split()
         if from_environment:
             values[key] = [*values.get(key, []), *from_environment]
+    journal_url = os.environ.pop(JOURNAL_URL, "")
+    if journal_url:
+        values.setdefault("journal_url", journal_url)
     for key in values:
         if key not in Config.model_fields:
             nearest = difflib.get_close_matches(key, Config.model_fields, 1, 0.0)

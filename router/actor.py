@@ -19,13 +19,18 @@ from router.fleet.link import WorkerAddress
 
 @ray.remote
 class RouterActor:
-    """One router. Serves until it is stopped or killed."""
+    """One router. Serves until it is stopped or killed.
+
+    ``config``: without ``journal_url``, which may have a password. Ray keeps what actors are made with; what their
+    methods are given goes to their process alone.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
+        assert config.journal_url is None
         self._config = config
         self._stopped = asyncio.Event()
 
-    async def start(self, workers: list[WorkerAddress]) -> tuple[int, int]:
+    async def start(self, workers: list[WorkerAddress], journal_url: str | None) -> tuple[int, int]:
         """Start to serve. Returns the HTTP and the gRPC port."""
         # Keep transformers from importing torch, which takes 270 MB and most of the start's time, and which
         # a router does not use.
@@ -34,8 +39,8 @@ class RouterActor:
         # Imported here, because only the router's own process needs the tokenizer.
         from router.app import RouterServer
 
-        watched = replace(self._config, control_plane=ray.get_runtime_context().gcs_address)
-        self._server = RouterServer(watched)
+        control_plane = ray.get_runtime_context().gcs_address
+        self._server = RouterServer(replace(self._config, control_plane=control_plane, journal_url=journal_url))
         await self._server.set_workers(workers)
         ports = await self._server.start()
         # What was loaded stays: streams need not wait while garbage is looked for among it.

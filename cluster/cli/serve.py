@@ -7,10 +7,11 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 import click
 
-from cluster.config import SECRETS, Config, load_config
+from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
 from cluster.guard import run_guarded
 from cluster.ray_backend.nodes import prepare_environment, use_token
 from holdfast.errors import HoldfastError
@@ -29,6 +30,8 @@ def _flags(command: Any) -> Any:
         flag = f"--{name.replace('_', '-')}"
         if name in SECRETS:
             command = click.option(flag, name, multiple=True, hidden=True, callback=_refuse_secret)(command)
+        elif name == "journal_url":
+            command = click.option(flag, name, help=text, default=None, callback=_refuse_password)(command)
         elif kinds == [bool]:
             command = click.option(f"{flag}/--no-{flag[2:]}", name, help=text, default=None)(command)
         else:
@@ -42,6 +45,15 @@ def _refuse_secret(context: click.Context, option: click.Parameter, given: tuple
         raise click.UsageError(
             f"{option.opts[0]}: everybody on this machine can read a command line; "
             f"set the environment variable {variable}, or api_key_file (holdfast keys create)"
+        )
+    return given
+
+
+def _refuse_password(context: click.Context, option: click.Parameter, given: str | None) -> str | None:
+    if given is not None and urlsplit(given).password is not None:
+        raise click.UsageError(
+            f"{option.opts[0]}: everybody on this machine can read a command line; a URL with a password belongs in "
+            f"the environment variable {JOURNAL_URL}, or in the file of --config"
         )
     return given
 

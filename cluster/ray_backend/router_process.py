@@ -41,11 +41,11 @@ class RouterProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
         actor_class: Any = RouterActor
-        self._actor = actor_class.options(**options).remote(self.config)
+        self._actor = actor_class.options(**options).remote(replace(self.config, journal_url=None))
         with ray_errors(f"{self.name} did not start"):
             self._process = await self._actor.process.remote()
             await self.renew()
-            port, grpc_port = await self._actor.start.remote(workers)
+            port, grpc_port = await self._actor.start.remote(workers, self.config.journal_url)
         # The next actor serves on the same ports.
         self.config = replace(self.config, port=port, grpc_port=grpc_port)
         self.serves = True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -19,7 +22,8 @@ from tests.waiting import until
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("routers"), "--routers", "2", "--workers", "1") as cluster:
+    folder = tmp_path_factory.mktemp("routers")
+    with serving(folder, "--routers", "2", "--workers", "1", "--log-format", "json") as cluster:
         yield cluster
 
 
@@ -81,3 +85,21 @@ async def test_a_stopped_router_blocks_nothing_and_is_replaced(served: Served) -
         await until(lambda: healthy(second), START_DEADLINE_S, "another to serve in its place")
     async with AsyncOpenAI(base_url=f"{second}/v1", api_key="none", max_retries=0) as client:
         assert await stream(client, "at the new one", prompt="Return the", num_tokens=12) == text
+
+
+async def test_a_turns_log_records_name_it(served: Served) -> None:
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        kill = partial(os.kill, int(served.workers()[0]["pid"]), signal.SIGKILL)
+        await stream(client, "logged", 5, kill, prompt="Return the", num_tokens=60)
+
+    def records() -> list[dict[str, Any]]:
+        lines = [line[line.find("{") :] for line in Path(served.log.name).read_text().splitlines() if "{" in line]
+        return [json.loads(line) for line in lines if '"message"' in line]
+
+    def failed_over() -> list[dict[str, Any]]:
+        return [record for record in records() if record.get("session_id") == "logged" and record.get("turn_id")]
+
+    await until(lambda: failed_over() != [], 10, "the record of its failover")
+    (record,) = failed_over()
+    assert record["levelname"] == "WARNING" and record["name"] == "holdfast.router"
+    assert f"turn {record['turn_id']} of session logged failed over" in record["message"]

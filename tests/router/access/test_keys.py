@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -137,6 +138,15 @@ def test_keys_come_from_the_environment_and_never_from_a_command_line(monkeypatc
     assert all(secret not in repr(config.router()) for secret in ("'one'", "'two'", "'three'")), "Ray sees no key"
     shown = CliRunner().invoke(cli, ["serve", "--api-key", "one"])
     assert shown.exit_code == 2 and "everybody on this machine can read a command line" in shown.output
+
+
+def test_a_journals_password_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "rediss://me:secret@redis.internal:6379/0"
+    shown = CliRunner().invoke(cli, ["serve", "--journal-url", url])
+    assert shown.exit_code == 2 and "HOLDFAST_JOURNAL_URL" in shown.output and "secret" not in shown.output
+    monkeypatch.setenv("HOLDFAST_JOURNAL_URL", url)
+    assert load_config(None, {}).journal_url == url
+    assert "HOLDFAST_JOURNAL_URL" not in os.environ, "no process inherits it"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
