@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import psutil
 import ray
@@ -27,6 +28,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from cluster.chaos.faults import Fault
 from cluster.chaos.run import Chaos
 from cluster.config import Config
+from cluster.ray_backend import cluster as ray_cluster
 from cluster.ray_backend.cluster import Cluster
 from cluster.ray_backend.connect import NAMESPACE
 from tests.cluster.served import HOLDFAST
@@ -37,6 +39,8 @@ REDIS_DOWN_S = 1.0
 CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 RANKS_A_NODE = 2
+RENEW_S = 5.0
+"""From one renewal of all certificates to the next."""
 STORE_GB = 0.05
 LOGS = ("*/node.log", "*/session_*_*/logs/worker-*.err")
 LOG_SHOWN = 2000
@@ -88,7 +92,7 @@ def ray_head(address: str | None) -> Iterator[str]:
 
 
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
-    """Two workers of two ranks, each on a node of its own, two routers, Redis.
+    """Two workers of two ranks, each on a node of its own, two routers, Redis; new certificates all the time.
 
     Returns the report; if something went wrong, the ends of the logs are printed.
     """
@@ -141,7 +145,9 @@ async def _play(
     config = Config(port=0, grpc_port=0, device="cpu", address=ray_address, **given)
     config = config.model_copy(update={"journal_url": redis.url, "rank_lease_s": 3.0})
     cluster = Cluster(config)
+    renewing = mock.patch.object(ray_cluster, "RENEW_S", RENEW_S)
     keepers = [asyncio.create_task(node.keep(ray_address)) for node in nodes]
+    renewing.start()
     try:
         await cluster.start()
         chaos = Chaos(cluster.urls, seed, others)
@@ -151,6 +157,7 @@ async def _play(
         for keeper in keepers:
             keeper.cancel()
         await cluster.stop()
+        renewing.stop()
         for node in nodes:
             node.kill()
 
