@@ -15,7 +15,7 @@ from tests.simulation.loop import Process
 from tests.simulation.world import World
 from workers.store.client import StoreClient
 from workers.store.contents import Contents
-from workers.store.copies import Copy, is_nobody
+from workers.store.copies import is_nobody
 from workers.store.peer_server import PeerServer
 from workers.store.segments import Segments
 from workers.store.server import DiskConfig, KVStore
@@ -180,17 +180,12 @@ class Stores:
                 await node.introduce(addresses)
             self._told = addresses
 
-    def owned(self) -> dict[str, list[Copy]]:
-        """Copies by the sessions that they were made for."""
-        owned: dict[str, list[Copy]] = {}
-        for copy in self._copies():
-            owned.setdefault(copy.owner, []).append(copy)
-        return owned
-
-    def owners_on_disk(self) -> set[str]:
-        """The sessions that a disk has copies of which no other session has used."""
+    def owners(self) -> set[str]:
+        """The sessions that there are copies of, in memory or on a disk, which no other session has used."""
+        owners = {copy.owner for contents in self._contents() for copy in contents.copies if not copy.is_shared}
         disks = [contents.disk._segments for contents in self._contents() if contents.disk is not None]
-        return {r.owner for disk in disks for r in disk._records.values() if not r.is_shared and not is_nobody(r.owner)}
+        owners |= {record.owner for disk in disks for record in disk._records.values() if not record.is_shared}
+        return {owner for owner in owners if not is_nobody(owner)}
 
     def damage(self) -> None:
         """Flip a bit of a copy."""
@@ -221,9 +216,6 @@ class Stores:
         for node in self._nodes:
             if node.store is not None:
                 node.store.end(0)
-
-    def _copies(self) -> list[Copy]:
-        return [copy for contents in self._contents() for copy in contents.copies]
 
     def _contents(self) -> list[Contents]:
         stores = [node.store for node in self._nodes if node.store is not None]
