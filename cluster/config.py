@@ -86,6 +86,13 @@ class Config(BaseModel):
         None, description="TLS for clients, over HTTP and gRPC: certificate with its chain"
     )
     ssl_keyfile: Path | None = Field(None, description="the certificate's key; new files are taken over while serving")
+    tls_ca: Path | None = Field(
+        None, description="root certificate between processes, instead of an authority of the cluster's own"
+    )
+    tls_cert: Path | None = Field(
+        None, description="certificate of an authority under --tls-ca, or --tls-ca itself, which issues the processes'"
+    )
+    tls_key: Path | None = Field(None, description="its key; only the process of `holdfast serve` reads it")
     insecure_internal: bool = Field(
         False, description="clear text between routers, workers and stores, and nobody is asked who they are"
     )
@@ -181,6 +188,10 @@ class Config(BaseModel):
             raise ConfigError(f"model: {self.model} is not a checkpoint folder (it has no config.json)")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile, ssl_keyfile: TLS needs both")
+        if len({self.tls_ca is None, self.tls_cert is None, self.tls_key is None}) > 1:
+            raise ConfigError("tls_ca, tls_cert, tls_key: an authority for the cluster's processes needs all three")
+        if self.tls_ca is not None and self.insecure_internal:
+            raise ConfigError("insecure_internal: there are no certificates in clear text, so no tls_ca")
         if (self.kv_disk_path is not None) != (self.kv_disk_size > 0):
             raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
         if self.kv_disk_path is not None and not self.has_kv_store:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import ray
 
-from cluster.authority import RENEW_S, Authority
+from cluster.authority import RENEW_S, Authority, read_issuer
 from cluster.config import Config
 from cluster.ray_backend.connect import LOOPBACK
 from cluster.ray_backend.node_stores import NodeStores
@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._authority = None if config.insecure_internal else Authority()
+        self._authority = _authority(config)
         self._renewing: asyncio.Task[None] | None = None
         engine = config.engine()
         self._stores: NodeStores | None = None
@@ -147,6 +147,15 @@ class Cluster:
             for result in await asyncio.gather(*renewals, return_exceptions=True):
                 if isinstance(result, Exception):
                     log.warning("a certificate was not renewed: %r", result)
+
+
+def _authority(config: Config) -> Authority | None:
+    """Raises ConfigError."""
+    if config.insecure_internal:
+        return None
+    if config.tls_ca is None or config.tls_cert is None or config.tls_key is None:
+        return Authority()
+    return Authority(issuer=read_issuer(config.tls_ca, config.tls_cert, config.tls_key))
 
 
 def _disk(config: Config) -> DiskConfig | None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from cluster.authority import Authority
+from cluster.authority import Authority, Issuer, read_issuer
 from holdfast import tls
+from holdfast.errors import ConfigError
 from holdfast.tls import CALLERS, LEADER, ROLES, ROUTER, SUPERVISOR, Identity
 from holdfast.v1 import (
     kv_pb2,
@@ -133,7 +139,7 @@ async def test_strangers_get_no_connection(who: str) -> None:
             identity = other.issue(ROUTER)
         elif who == "expired":
             past = Authority(lifetime=timedelta(hours=-1))
-            past.name, past._key, past._certificate = authority.name, authority._key, authority._certificate
+            past.name, past._issuer = authority.name, authority._issuer
             past._lifetime = timedelta(seconds=-60)
             identity = past.issue(ROUTER)
         if who == "no certificate":
@@ -161,6 +167,81 @@ async def test_a_certificate_of_the_same_authority_for_another_cluster_is_refuse
         async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
             for service, method in methods():
                 assert await outcome(channel, service, method) == "PERMISSION_DENIED"
+
+
+def certificate_of(
+    name: str, key: ec.EllipticCurvePrivateKey, by: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None, ca: bool
+) -> x509.Certificate:
+    """As an operator's tools would make one; signed by itself if by nobody else."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now, issuer, signer = datetime.now(UTC), by[0].subject if by else subject, by[1] if by else key
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=1))
+        .not_valid_after(now + timedelta(days=30))
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        .sign(signer, hashes.SHA256())
+    )
+
+
+class Company:
+    """A root, an authority under it, and their files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root_key, self.key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+        self.root = certificate_of("company", self.root_key, None, True)
+        self.under = certificate_of("inference", self.key, (self.root, self.root_key), True)
+        self.leaf = certificate_of("host", self.key, (self.root, self.root_key), False)
+        for name in ("root", "under", "leaf"):
+            (folder / f"{name}.pem").write_bytes(getattr(self, name).public_bytes(serialization.Encoding.PEM))
+        for name in ("root_key", "key"):
+            pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+            (folder / f"{name}.pem").write_bytes(
+                getattr(self, name).private_bytes(pem, form, serialization.NoEncryption())
+            )
+
+    def issuer(self, ca: str, cert: str, key: str) -> Issuer:
+        return read_issuer(*(self.folder / f"{name}.pem" for name in (ca, cert, key)))
+
+
+@pytest.mark.parametrize("names", [("root", "under", "key"), ("root", "root", "root_key")])
+async def test_a_companys_authority_issues_certificates(names: tuple[str, str, str], tmp_path: Path) -> None:
+    company = Company(tmp_path)
+    authority, other = (Authority(issuer=company.issuer(*names)) for _ in range(2))
+    async with doors(authority) as address:
+        async with calling_as(authority.issue(ROUTER), address) as channel:
+            assert await outcome(channel, "WorkerService", methods()[0][1]) in (LET_IN, "PERMISSION_DENIED")
+            stats = next(method for service, method in methods() if method.name == "Stats")
+            assert await outcome(channel, "WorkerService", stats) == LET_IN
+        # Another cluster of the same company is as strange as any.
+        other_identity = other.issue(ROUTER)
+        credentials = grpc.ssl_channel_credentials(
+            other_identity.authority, other_identity.key, other_identity.certificate
+        )
+        options = [("grpc.ssl_target_name_override", authority.name), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
+            assert await outcome(channel, "WorkerService", stats) == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("root", "leaf", "key"), "may not issue certificates"),
+        (("root", "under", "root_key"), "is not the key of"),
+        (("under", "root", "root_key"), "is not issued by"),
+        (("key", "under", "key"), "tls_ca: .* is not a PEM certificate"),
+        (("root", "under", "root"), "tls_key: .* is not a PEM key"),
+        (("nothing", "under", "key"), "tls_ca: cannot read"),
+    ],
+)
+def test_an_authority_that_cannot_be_one_is_refused(names: tuple[str, str, str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Company(tmp_path).issuer(*names)
 
 
 async def test_a_renewed_certificate_breaks_no_stream_and_serves_the_next() -> None:
