@@ -90,7 +90,7 @@ async def test_a_stopped_router_blocks_nothing_and_is_replaced(served: Served) -
 async def test_a_turns_log_records_name_it(served: Served) -> None:
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         kill = partial(os.kill, int(served.workers()[0]["pid"]), signal.SIGKILL)
-        await stream(client, "logged", 5, kill, prompt="Return the", num_tokens=60)
+        said = await stream(client, "logged", 5, kill, prompt="Return the xyzzy", num_tokens=60)
 
     def records() -> list[dict[str, Any]]:
         lines = [line[line.find("{") :] for line in Path(served.log.name).read_text().splitlines() if "{" in line]
@@ -103,3 +103,5 @@ async def test_a_turns_log_records_name_it(served: Served) -> None:
     (record,) = failed_over()
     assert record["levelname"] == "WARNING" and record["name"] == "holdfast.router"
     assert f"turn {record['turn_id']} of session logged failed over" in record["message"]
+    log = Path(served.log.name).read_text()
+    assert "xyzzy" not in log and said[-20:] not in log, "what clients and models say is in no record"

@@ -92,11 +92,13 @@ class Client:
         if turn.done:
             self._keep(turn)
             return
-        await self._settle(turn)
         if turn.excused and self.exists:
-            # Its router did not answer, and may end the turn when it wakes up: nothing is settled before that.
+            # Its router did not answer, and may end the turn when it wakes up: nothing is settled before that. Without
+            # the turn, the session is the same either way.
             request = session_pb2.FreeTailRequest(session_id=self.name, keep_len=len(self.history))
             await self._ask("FreeTail", request)
+            return
+        await self._settle(turn)
 
     async def cut(self) -> None:
         keep_len = self.rng.randrange(len(self.history) + 1)

@@ -126,7 +126,7 @@ def _index_all_pages(self: SessionCache, slot: Slot) -> None:
 
 
 def _look_at_none(arena: memoryview, found: Any, size: int) -> Any:
-    return found, []
+    return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
 
 
 PLANTED: dict[str, Callable[[], Any]] = {

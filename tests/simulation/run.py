@@ -24,6 +24,7 @@ from workers.kv import SessionCache
 
 SETTLE_S = 30.0
 SWEPT_WITHIN_S = 90.0
+QUIET_WITHIN_S = 3.0
 ALGORITHMS = ("NONE", "NGRAM", "STANDALONE", "EAGLE3")
 gc.freeze()  # what is there now stays: only what seeds leave behind is looked through after each
 
@@ -213,6 +214,10 @@ async def _check(cluster: Cluster, clients: list[Client]) -> None:
                 cluster.violated(f"L1: rank {rank} of {worker.name}: {report}")
             if left := gone & set(cache.slots):
                 cluster.violated(f"L12: rank {rank} of {worker.name} still holds {left}")
+        # A session that has just migrated away is being freed, on one rank after another.
+        end = cluster.loop.time() + QUIET_WITHIN_S
+        while any(_state(cache) != _state(caches[0]) for cache in caches[1:]) and cluster.loop.time() < end:
+            await asyncio.sleep(0.1)
         if any(_state(cache) != _state(caches[0]) for cache in caches[1:]):
             cluster.violated(f"L8: the ranks of {worker.name} differ")
 

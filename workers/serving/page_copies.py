@@ -260,8 +260,7 @@ class PageCopies:
             for look in looks:
                 pages, damaged = await look
                 all_damaged += damaged
-                columns = [each.column for each in pages]
-                data = [arena[each.offset : each.offset + size] for each in pages]
+                columns, data = [each.column for each, _ in pages], [data for _, data in pages]
                 await result_of(self._owner.call(partial(write_pages, rank, request, group, columns, data)))
         finally:
             for look in looks:
@@ -274,7 +273,9 @@ def _has_all(pinned: store_pb2.Pinned) -> bool:
     return all(offset >= 0 for places in pinned.groups for offset in places.offsets)
 
 
-def _look(arena: memoryview, found: Sequence[_Found], size: int) -> tuple[list[_Found], list[_Found]]:
-    """Copies that match their checksums, and those that do not."""
-    looked = [(each, zlib.crc32(arena[each.offset : each.offset + size]) == each.crc) for each in found]
-    return [each for each, is_right in looked if is_right], [each for each, is_right in looked if not is_right]
+def _look(arena: memoryview, found: Sequence[_Found], size: int) -> tuple[list[tuple[_Found, bytes]], list[_Found]]:
+    """Copies that match their checksums, and those that do not. What was checked is what is used: it is read once."""
+    read = [(each, bytes(arena[each.offset : each.offset + size])) for each in found]
+    matches = [zlib.crc32(data) == each.crc for each, data in read]
+    right = [pair for pair, is_right in zip(read, matches, strict=True) if is_right]
+    return right, [each for each, is_right in zip(found, matches, strict=True) if not is_right]
