@@ -17,6 +17,7 @@ from holdfast.interceptors import RefuseMalformed
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.access.certificate import ServedCertificate
+from router.access.keys import Keyring
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
 from router.core import RouterCore
@@ -61,8 +62,12 @@ def _certificate(config: RouterConfig) -> ServedCertificate | None:
     return ServedCertificate(config.ssl_certfile, config.ssl_keyfile)
 
 
-def _journal(config: RouterConfig) -> Journal:
-    limit, retention_s = config.max_sessions_per_tenant, config.tombstone_retention_s
+def _journal(config: RouterConfig, keyring: Keyring) -> Journal:
+    retention_s = config.tombstone_retention_s
+
+    def limit(tenant: str) -> int:
+        return keyring.limits_of(tenant).max_sessions or config.max_sessions_per_tenant
+
     if config.journal_url is not None:
         return RedisJournal(
             config.journal_url, config.journal_durability, max_sessions=limit, tombstone_retention_s=retention_s
@@ -77,10 +82,11 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self._journal: Journal = _journal(config)
+        keyring = Keyring(config.api_keys, config.api_key_file)
+        self._journal: Journal = _journal(config, keyring)
         self._certificate = _certificate(config)
         self._keeping: asyncio.Task[None] | None = None
-        self.core = RouterCore(config, self._journal, TextCodec(config.model), Metrics())
+        self.core = RouterCore(config, self._journal, TextCodec(config.model), Metrics(), keyring)
 
     async def start(self) -> tuple[int, int]:
         """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0."""

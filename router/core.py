@@ -28,10 +28,12 @@ from router.turns.sessions import Sessions
 class RouterCore:
     """One router without its servers."""
 
-    def __init__(self, config: RouterConfig, journal: Journal, codec: TextCodec, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RouterConfig, journal: Journal, codec: TextCodec, metrics: Metrics, keyring: Keyring
+    ) -> None:
         self.config, self.journal, self.codec, self.metrics = config, journal, codec, metrics
         placement = Placement()
-        self.keyring, self.audit_log = Keyring(config.api_keys, config.api_key_file), AuditLog(config.audit_log)
+        self.keyring, self.audit_log = keyring, AuditLog(config.audit_log)
         self.live = LiveTurns(config, self.keyring, metrics)
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
         self.sweeper = Sweeper(journal, config.control_timeout_s)

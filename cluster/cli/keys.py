@@ -42,6 +42,7 @@ def _file_options(command: Any) -> Any:
 @click.option("--role", "roles", multiple=True, type=click.Choice(ROLES), default=("user",), show_default=True)
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), help="the key expires after so many")
 @click.option("--max-turns", type=click.IntRange(1), help="turns of the tenant at once, on one router")
+@click.option("--max-sessions", type=click.IntRange(1), help="open sessions of the tenant")
 @click.option("--tokens-per-min", type=click.IntRange(1), help="tokens of the tenant, on one router")
 def create(
     file: Path,
@@ -50,10 +51,11 @@ def create(
     roles: tuple[Role, ...],
     days: float | None,
     max_turns: int | None,
+    max_sessions: int | None,
     tokens_per_min: int | None,
 ) -> None:
     """Print a new key. It is not kept, so nobody can print it again."""
-    limits = Limits(max_turns=max_turns, tokens_per_min=tokens_per_min)
+    limits = Limits(max_turns=max_turns, max_sessions=max_sessions, tokens_per_min=tokens_per_min)
     key, stored = new_key(tenant, roles, limits, time.time() + days * DAY_S if days is not None else None)
     with _edited(file) as known:
         known.append(stored)
@@ -72,12 +74,13 @@ def list_keys(file: Path, audit_log: Path | None, as_json: bool) -> None:
             "tenant": key.tenant,
             "roles": " ".join(sorted(key.roles)),
             "max_turns": key.limits.max_turns,
+            "max_sessions": key.limits.max_sessions,
             "tokens_per_min": key.limits.tokens_per_min,
             "expires": datetime.fromtimestamp(key.expires_at, UTC).isoformat("T", "minutes") if key.expires_at else "",
         }
         for key in read_keys(file)
     ]
-    titles = {name: name.replace("_", " ") for name in ("key_id", "tenant", "roles", "max_turns", "tokens_per_min")}
+    titles = {name: name.replace("_", " ") for name in ("key_id", "tenant", "roles", *Limits.model_fields)}
     print_rows(rows, titles | {"expires": "expires"}, as_json)
 
 

@@ -32,11 +32,13 @@ TENANT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
 class Limits(BaseModel):
-    """Of a tenant on one router. None: as the cluster's configuration says."""
+    """Of a tenant, if nothing else is said on one router. None: as the cluster's configuration says."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_turns: int | None = Field(None, ge=1)
+    max_sessions: int | None = Field(None, ge=1)
+    """Open ones, of all routers over one journal."""
     tokens_per_min: int | None = Field(None, ge=1)
 
 

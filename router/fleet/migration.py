@@ -9,12 +9,13 @@ A turn on a draining worker's session does not wait for the drain: its session i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError, SessionNotFound
+from holdfast.errors import HoldfastError, NoWorkerAvailable, SessionNotFound
 from holdfast.v1 import worker_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -72,7 +73,8 @@ class Migrator:
         finally:
             draining.cancel()
         if stop:
-            await source.stop(self._config.control_timeout_s)
+            with contextlib.suppress(NoWorkerAvailable):  # it ended before its answer was here
+                await source.stop(self._config.control_timeout_s)
         report.seconds = time.monotonic() - began
         log.warning("worker %s is drained: %s", source.name, report)
         return asdict(report)

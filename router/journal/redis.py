@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -51,7 +51,7 @@ class RedisJournal:
         url: str,
         durability: str,
         lease_s: float = ROUTER_LEASE_S,
-        max_sessions: int = MAX_SESSIONS_PER_TENANT,
+        max_sessions: Callable[[str], int] = lambda tenant: MAX_SESSIONS_PER_TENANT,
         tombstone_retention_s: float = TOMBSTONE_RETENTION_S,
     ) -> None:
         check_durability(durability)
@@ -100,7 +100,7 @@ class RedisJournal:
 
     async def take(self, session_id: str, tenant: str, *, create: bool) -> SessionRecord:
         answer = await self._run(
-            "take", session_id, tenant, tenant, self.router, LEASE, int(create), self._max_sessions
+            "take", session_id, tenant, tenant, self.router, LEASE, int(create), self._max_sessions(tenant)
         )
         return _record(session_id, tenant, answer)
 
@@ -144,7 +144,7 @@ class RedisJournal:
         at = "" if at_len is None else at_len
         parent = _keys(parent_id, tenant)[:2]
         answer = await self._run(
-            "fork", child_id, tenant, tenant, parent_id, self.router, at, self._max_sessions, more_keys=parent
+            "fork", child_id, tenant, tenant, parent_id, self.router, at, self._max_sessions(tenant), more_keys=parent
         )
         return _record(child_id, tenant, answer)
 

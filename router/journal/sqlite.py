@@ -41,7 +41,7 @@ class SqliteJournal:
         path: Path,
         durability: str,
         lease_s: float = ROUTER_LEASE_S,
-        max_sessions: int = MAX_SESSIONS_PER_TENANT,
+        max_sessions: Callable[[str], int] = lambda tenant: MAX_SESSIONS_PER_TENANT,
         tombstone_retention_s: float = TOMBSTONE_RETENTION_S,
     ) -> None:
         check_durability(durability)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.errors import (
@@ -36,7 +37,13 @@ class SqliteStore:
     """See ``Journal`` for what each method promises. Each checks before it writes: a refusal changes nothing."""
 
     def __init__(
-        self, db: sqlite3.Connection, router: str, *, lease_s: float, max_sessions: int, retention_s: float
+        self,
+        db: sqlite3.Connection,
+        router: str,
+        *,
+        lease_s: float,
+        max_sessions: Callable[[str], int],
+        retention_s: float,
     ) -> None:
         self._db = db
         self.router = router
@@ -97,7 +104,7 @@ class SqliteStore:
         (count,) = self._db.execute(
             "SELECT count(*) FROM sessions WHERE tenant = ? AND NOT released", (tenant,)
         ).fetchone()
-        if count >= self._max_sessions:
+        if count >= self._max_sessions(tenant):
             raise TooManySessions(f"{count} of your sessions are open, which is the limit; release some")
 
     def _own(self, session_id: str, tenant: str) -> tuple[SessionRecord, str]:

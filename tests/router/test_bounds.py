@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from router.access.keys import given_key
+from router.access.keys import Limits, given_key, new_key
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -57,6 +57,29 @@ async def test_open_sessions_of_a_tenant_are_limited(tmp_path: Path) -> None:
             assert ("holdfast-code", "too_many_sessions") in tuple(error.trailing_metadata() or ())
         await stub.Release(pb.ReleaseRequest(session_id="a"))
         await stub.Open(pb.OpenRequest(session_id="b"))
+
+
+async def test_a_keys_tenant_has_the_sessions_that_the_key_says(tmp_path: Path) -> None:
+    """Each of them may open the same ids. Without a limit of its own a tenant has the cluster's."""
+    (small, a), (large, b) = new_key("a", limits=Limits(max_sessions=1)), new_key("b")
+    given: Any = {"api_keys": (a, b), "max_sessions_per_tenant": 2}
+    async with running(tmp_path, num_workers=1, **given) as cluster, cluster.channel() as channel:
+        stub = session_pb2_grpc.SessionServiceStub(channel)
+
+        async def opened(key: str, count: int) -> list[bool]:
+            found = []
+            for i in range(count):
+                try:
+                    metadata = (("authorization", f"Bearer {key}"),)
+                    await stub.Open(pb.OpenRequest(session_id=f"s{i}"), metadata=metadata)
+                    found.append(True)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    found.append(False)
+            return found
+
+        assert await opened(small, 3) == [True, False, False]
+        assert await opened(large, 3) == [True, True, False]
 
 
 async def test_responses_and_conversations_in_the_journal_are_limited(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 import workers.serving.kv_transfer as rpc
-from holdfast.errors import JournalUnavailable, SessionReleased, StaleEpoch
+from holdfast.errors import JournalUnavailable, NoWorkerAvailable, SessionReleased, StaleEpoch
 from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
+from router.fleet.link import WorkerLink
 from router.fleet.migration import DrainReport
 from tests.harness import ENGINE, Harness, running
 from tests.waiting import until
@@ -319,3 +320,15 @@ async def test_turns_of_a_draining_worker_migrate_their_kv_first(tmp_path: Path,
         await until(lambda: cluster.pinned_to("b") == "w1", 10, "the turn to move")
         assert len(await running) == 1000
         assert 1000 < target.counters["computed_tokens"] < 1100, "the output so far is computed, the history came as KV"
+
+
+async def test_a_worker_that_ends_before_it_could_answer_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(self: WorkerLink, timeout_s: float) -> None:
+        raise NoWorkerAvailable("the call failed: UNAVAILABLE Socket closed")
+
+    monkeypatch.setattr(WorkerLink, "stop", stop)
+    async with running(tmp_path, num_workers=2) as cluster:
+        report = await cluster.router.core.migrator.drain("w0", 0.0, stop=True)
+        assert report["sessions_left"] == 0

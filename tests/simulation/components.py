@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from holdfast.errors import HoldfastError
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2_grpc
+from router.access.keys import Keyring
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
 from router.fleet.link import WorkerAddress
@@ -94,7 +95,7 @@ class Router:
         async def serve() -> RouterCore:
             journal = world.journal(process.name)
             await journal.start()
-            core = RouterCore(world.router_config, journal, _Codec(), Metrics())  # type: ignore[arg-type]
+            core = RouterCore(world.router_config, journal, _Codec(), Metrics(), Keyring())  # type: ignore[arg-type]
             server = world.network.server()
             session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(core), server)
             await core.fleet.set_workers(workers)

@@ -11,6 +11,7 @@ import pytest
 from holdfast.errors import HoldfastError, RankDiverged, SessionBusy, StaleEpoch
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
+from holdfast.wire import LAST_EPOCH
 from tests.workers.engine import SMALL, Engine
 from tests.workers.groups import GroupEngine
 from workers.engine.step_log import LogReader, LogWriter, RecordedCache
@@ -130,7 +131,7 @@ def play(engine: Engine, seed: int) -> tuple[dict[str, list[int]], list[object]]
     outputs = {turn: engine.output(turn) for turn in engine.updates}
     # The next schedule begins with an empty cache, and as many pages.
     for name in list(engine.cache.slots):
-        engine.leader.release_session(name, 10**6)
+        engine.leader.release_session(name, LAST_EPOCH)
     engine.leader.flush()
     engine.commands()
     engine.updates.clear()

@@ -205,7 +205,7 @@ async def test_a_closed_journal_says_so(connect: Connect) -> None:
 
 async def test_sessions_of_a_tenant_are_limited(connect: Connect) -> None:
     journal = await connect()
-    getattr(journal, "_store", journal)._max_sessions = 2
+    getattr(journal, "_store", journal)._max_sessions = lambda tenant: 2
     await take(journal, "a")
     await journal.fork("a", "me", "b", None)
     await take(journal, "a")
