@@ -46,7 +46,7 @@ class SimulatedStore(SqliteStore):
             disk,  # type: ignore[arg-type]
             router,
             lease_s=ROUTER_LEASE_S,
-            max_sessions=MAX_SESSIONS_PER_TENANT,
+            max_sessions=lambda tenant: MAX_SESSIONS_PER_TENANT,
             retention_s=TOMBSTONE_RETENTION_S,
         )
         self._wrote = wrote
