@@ -7,6 +7,7 @@ links are in clear text, as in tests and with ``insecure_internal``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ CALLERS = {
     "/grpc.reflection.v1alpha.ServerReflection/": ANY,
 }
 """Who may call what: by method, else by service. What is not here is nobody's."""
+RENEWAL_PAUSE_S = 0.05
+"""How long a listener waits before it shows another certificate: a handshake takes hold of the one of before within
+microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,7 @@ def listen(server: grpc.aio.Server, address: str) -> int:
     """Have a server listen. Returns the port."""
     if _Process.identity is None:
         return int(server.add_insecure_port(address))
-    # It asks for the configuration in each handshake: a renewed certificate needs no restart.
-    credentials = grpc.dynamic_ssl_server_credentials(_configuration(), _configuration, True)
-    return int(server.add_secure_port(address, credentials))
+    return int(server.add_secure_port(address, server_credentials(_shown)))
 
 
 def channel(address: str, options: Sequence[tuple[str, Any]] = CHANNEL_OPTIONS) -> grpc.aio.Channel:
@@ -80,15 +82,43 @@ def channel(address: str, options: Sequence[tuple[str, Any]] = CHANNEL_OPTIONS) 
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
+def server_credentials(
+    current: Callable[[], tuple[bytes, bytes, bytes | None]],
+) -> grpc.ServerCredentials:
+    """For a port that shows what ``current`` returns: a key, its certificate with the chain, and the authority.
+
+    With an authority, callers need a certificate of it. A renewed certificate needs no restart: gRPC asks in each
+    handshake. It is told of a change alone, after a pause: it frees the configuration of before at once, also while
+    another handshake is about to read it, and the process dies (grpc/grpc issue 36693).
+    """
+    shown = current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        now = current()
+        if now == shown:
+            return None
+        shown = now
+        time.sleep(RENEWAL_PAUSE_S)  # gRPC lets no other handshake begin meanwhile
+        return _configuration(now)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(shown), renewed, shown[2] is not None)
+
+
 def role_uri(cluster: str, role: str) -> str:
     """What a certificate says of its holder."""
     return f"holdfast://{cluster}/{role}"
 
 
-def _configuration() -> grpc.ServerCertificateConfiguration:
+def _shown() -> tuple[bytes, bytes, bytes]:
     identity = _Process.identity
     assert identity is not None, "a process does not lose its identity"
-    return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], identity.authority)
+    return identity.key, identity.certificate, identity.authority
+
+
+def _configuration(pem: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
+    key, certificate, authority = pem
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
 class _AskForRole(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 
+from holdfast import tls
 from holdfast.errors import ConfigError
 
 log = logging.getLogger("holdfast.router")
@@ -25,8 +26,8 @@ class ServedCertificate:
         self._stamps = self._load()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a port. Asked again in every handshake."""
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._configuration, False)
+        """For a port: of the certificate that is the current one at each handshake."""
+        return tls.server_credentials(lambda: (*self._pem, None))
 
     async def keep(self) -> None:
         """Take over what is new on disk, as long as it is a certificate; connections go on with the one they have."""
@@ -50,9 +51,6 @@ class ServedCertificate:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"ssl_certfile, ssl_keyfile: cannot use {certificate} and {key}: {error}") from None
         return stamps
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([self._pem])
 
 
 def _stamps(paths: tuple[Path, ...]) -> tuple[int, ...]:

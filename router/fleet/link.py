@@ -189,6 +189,8 @@ class WorkerLink:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        except grpc.aio.UsageError:  # the link was closed since its caller took it
+            raise NoWorkerAvailable(f"worker {self.name} is lost") from None
         except asyncio.CancelledError:
             # Closing a channel cancels its calls as if their callers were cancelled.
             task = asyncio.current_task()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -302,3 +307,42 @@ async def test_no_port_of_a_running_cluster_answers_a_stranger(served: Served) -
                     assert error.value.code().name in ("UNAVAILABLE", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "INTERNAL")
                     num_refused += 1
     assert num_refused >= 9
+
+
+SERVER = """
+import asyncio, sys
+from cluster.authority import Authority
+from holdfast import tls
+
+async def serve():
+    authority = Authority()
+    tls.use_identity(authority.issue("leader"))
+    server = tls.server()
+    print(tls.listen(server, "127.0.0.1:0"), authority.name, flush=True)
+    await server.start()
+    while True:
+        await asyncio.sleep(0.2)
+        tls.use_identity(authority.issue("leader"))
+
+asyncio.run(serve())
+"""
+
+
+def test_handshakes_at_once_do_not_end_a_server_whose_certificate_is_renewed() -> None:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port, name = server.stdout.readline().split()
+
+        def shake_hands(_: int) -> None:
+            with socket.create_connection((HOST, int(port)), timeout=20) as plain:
+                context.wrap_socket(plain, server_hostname=name).close()
+
+        try:
+            with ThreadPoolExecutor(16) as threads:
+                list(threads.map(shake_hands, range(1500)))
+            assert server.poll() is None
+        finally:
+            server.kill()

@@ -332,3 +332,11 @@ async def test_a_worker_that_ends_before_it_could_answer_is_drained(
     async with running(tmp_path, num_workers=2) as cluster:
         report = await cluster.router.core.migrator.drain("w0", 0.0, stop=True)
         assert report["sessions_left"] == 0
+
+
+async def test_calls_of_a_link_that_was_closed_say_that_the_worker_is_lost(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, []) as (cluster, _, _):
+        link = cluster.routers[0].core.fleet.worker("w1")
+        await link.close()
+        with pytest.raises(NoWorkerAvailable, match="w1@1 is lost"):
+            await link.slots(1.0)

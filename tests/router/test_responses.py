@@ -12,6 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.access.keys import given_key
+from router.faces.openai.response_turns import ResponseTurns
+from router.turns.live import LiveTurns
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -167,6 +169,27 @@ async def test_background_is_polled_followed_and_cancelled_anywhere(clients: lis
         await ask(clients[0], "And?", previous_response_id=long.id)
     with pytest.raises(openai.BadRequestError, match="does not run in the background"):
         await clients[0].responses.cancel((await ask(clients[0], "Hm?", max_output_tokens=2)).id)
+
+
+async def test_a_cancel_before_the_turn_is_live_is_not_lost(
+    clients: list[AsyncOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, looked = ResponseTurns._prepare, asyncio.Event()
+
+    async def late(*args: Any) -> Any:
+        await looked.wait()
+        return await prepare(*args)
+
+    def abort(live: LiveTurns, tenant: str, turn_id: str) -> bool:
+        looked.set()
+        return find(live, tenant, turn_id)
+
+    find = LiveTurns.abort
+    monkeypatch.setattr(ResponseTurns, "_prepare", late)
+    monkeypatch.setattr(LiveTurns, "abort", abort)
+    long = await ask(clients[0], LONG, max_output_tokens=2000, extra_body=ON, background=True)
+    assert (await clients[1].responses.cancel(long.id)).status == "cancelled"
+    assert looked.is_set()
 
 
 async def test_deleted_is_gone_and_its_session_released(cluster: Harness, clients: list[AsyncOpenAI]) -> None:

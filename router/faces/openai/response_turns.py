@@ -329,7 +329,9 @@ class ResponseTurns:
     async def _watch_cancel(self, response_id: str, tenant: str) -> None:
         while await self._journal.get_object(tenant, f"cancel/{response_id}") is None:
             await asyncio.sleep(CANCEL_POLL_S)
-        self._core.live.abort(tenant, response_id)
+        while True:  # until the run ends: its turn may not be live yet
+            self._core.live.abort(tenant, response_id)
+            await asyncio.sleep(CANCEL_POLL_S)
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Delete a response, and with the last response of a session the session. Raises ResponseNotFound."""
