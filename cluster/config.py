@@ -162,6 +162,10 @@ class Config(BaseModel):
     )
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="size of a request; beyond it 413")
     max_file_bytes: int = Field(100 * 1024 * 1024, ge=1024, description="size of a file for batches; beyond it 413")
+    max_connections: int = Field(8192, ge=1, description="open HTTP connections of a router; beyond it 503")
+    client_timeout_s: float = Field(
+        30.0, gt=0, description="how long a client may take to send a request, or to read what it is sent"
+    )
     turn_deadline_s: float = Field(3600.0, gt=0, description="duration of a turn; beyond it 504")
     max_failovers: int = Field(4, ge=0, description="failovers of a turn without a token in between; beyond it 500")
     max_queued_turns_per_session: int = Field(16, ge=0, description="turns that wait for one session; beyond it 429")
@@ -277,6 +281,8 @@ class Config(BaseModel):
             tombstone_retention_s=self.tombstone_retention_s,
             max_message_bytes=self.max_message_bytes,
             max_file_bytes=self.max_file_bytes,
+            max_connections=self.max_connections,
+            client_timeout_s=self.client_timeout_s,
             turn_deadline_s=self.turn_deadline_s,
             max_failovers=self.max_failovers,
             max_queued_turns_per_session=self.max_queued_turns_per_session,

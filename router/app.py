@@ -13,13 +13,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from holdfast.errors import ConfigError
-from holdfast.interceptors import RefuseMalformed
+from holdfast.interceptors import Strangers
 from holdfast.v1 import session_pb2_grpc
 from holdfast.wire import SERVER_OPTIONS
 from router.access.certificate import ServedCertificate
 from router.access.keys import Keyring
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
+from router.connections import SEND_BUFFER_BYTES, http_settings
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
 from router.faces.http_app import http_app
@@ -32,6 +33,8 @@ from router.metrics import Metrics
 from router.text import TextCodec
 
 SERVICE = "holdfast.v1.SessionService"
+MAX_STREAMS = 1024
+"""Calls at once of one gRPC connection; further ones wait."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -48,6 +51,7 @@ def _listen(host: str, port: int) -> socket.socket:
     # IPPROTO_TCP is explicit, because asyncio disables Nagle's algorithm only on sockets that say so.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # its connections have it from here
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -91,9 +95,13 @@ class RouterServer:
     async def start(self) -> tuple[int, int]:
         """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0."""
         await self._journal.start()
-        limit = ("grpc.max_receive_message_length", self.config.max_message_bytes)
-        options = list((dict(SERVER_OPTIONS) | dict([limit])).items())
-        self._grpc = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
+        limits = {
+            "grpc.max_receive_message_length": self.config.max_message_bytes,
+            "grpc.max_concurrent_streams": MAX_STREAMS,
+            "grpc.compression_enabled_algorithms_bitset": 1,  # none: a message is measured after it was unpacked
+        }
+        options = list((dict(SERVER_OPTIONS) | limits).items())
+        self._grpc = grpc.aio.server(options=options, interceptors=[Strangers(self.config.client_timeout_s)])
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.core), self._grpc)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)
@@ -110,13 +118,8 @@ class RouterServer:
         app = http_app(self.core, lambda: f"{self.config.host}:{grpc_port}")
         self._batches = BatchRunner(self._journal, self.core.files, self.core.batches, inner_calls(app))
         self._batches.start()
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=round(self.config.drain_timeout_s),
-            lifespan="off",
-        )
+        config = self.config
+        settings = http_settings(app, config.client_timeout_s, config.max_connections, config.drain_timeout_s)
         settings.load()
         if self._certificate is not None:
             settings.ssl = self._certificate.context

@@ -51,6 +51,11 @@ class RouterConfig:
     Parsing 16 MB of JSON numbers takes over a second, during which nothing else on the router runs."""
     max_file_bytes: int = 100 * 1024 * 1024
     """Size of a file for batches. Beyond it: 413."""
+    max_connections: int = 8192
+    """Open HTTP connections. Beyond it: a new one is answered 503."""
+    client_timeout_s: float = 30.0
+    """How long a client may take to send a request, more for a long one, and to read what it is sent. Beyond it: 408,
+    or the connection is cut, as if the client had left."""
     turn_deadline_s: float = 3600.0
     """Total duration of a turn. Beyond it: 504."""
     max_queued_turns_per_session: int = 16

@@ -94,9 +94,11 @@ async def test_a_restarted_cluster_finds_its_sessions_kv_on_the_disk(tmp_path: P
         await until(lambda: store_bytes(cluster) == 4 * 8192 * 4096, 20, "the store's size")
         for name in texts:
             texts[name] += turn(cluster, name, texts[name])
-        await until(lambda: counters(cluster).get("kv_pages_copied", 0) >= 120, 20, "copies")
+        pages = sum(session["num_tokens"] // 16 for session in cluster.ask("sessions"))
+        assert pages > 120
+        await until(lambda: counters(cluster).get("kv_pages_copied", 0) >= pages, 20, "copies")
         segments = lambda: sum(path.stat().st_size for path in (tmp_path / "disk").glob("0/segment-*"))  # noqa: E731
-        await until(lambda: segments() > 120 * 65_536, 20, "copies on the disk")
+        await until(lambda: segments() > pages * 65_536, 20, "copies on the disk")
     with serving(tmp_path, *flags, *disk) as cluster:
         await until(lambda: store_bytes(cluster) > 0, 20, "the rank to find the store")
         for name, text in texts.items():

@@ -136,6 +136,17 @@ async def test_a_request_that_is_too_large_is_refused(tmp_path: Path) -> None:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_compressed_message_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """Zeros shrink to a thousandth: a message within the limit would fill the memory."""
+    async with (
+        running(tmp_path, num_workers=1) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_targets[0], compression=grpc.Compression.Gzip) as channel,
+    ):
+        call = session_pb2_grpc.SessionServiceStub(channel).Generate(pb.GenerateRequest(text="x" * 20_000))
+        with pytest.raises(grpc.aio.AioRpcError, match="'gzip' is disabled"):
+            await call.read()
+
+
 async def test_a_client_that_does_not_read_holds_no_place_past_the_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
