@@ -32,6 +32,8 @@ class EngineConfig:
     """KV capacity in tokens. None: by the available memory."""
     swa_full_tokens_ratio: float | None = None
     """Tokens of a window group for each of the groups that keep all. None: see ``engine.memory``."""
+    zero_freed_pages: bool = False
+    """Overwrite pages of KV that are freed."""
     resume_points: int = 1
     """Turns whose starts a session can go back to although a window has passed them."""
     expert_parallel: bool = False

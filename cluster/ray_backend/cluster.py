@@ -51,6 +51,7 @@ class Cluster:
                 issue=self._issue,
                 num_replicas=config.kv_replicas,
                 write_bytes_per_s=config.kv_store_write_mb_per_s * 1e6,
+                zeroes=config.zero_freed_pages,
             )
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (

@@ -44,11 +44,12 @@ class NodeStores:
         issue: Callable[[str], Identity | None],
         num_replicas: int,
         write_bytes_per_s: float,
+        zeroes: bool,
     ) -> None:
         self._folder, self._num_replicas, self._ranks_on = folder, num_replicas, ranks_on
         self._issue = issue
         self._size_of, self._sizes = size_of, dict[str, int]()
-        self._given = (disk, host, write_bytes_per_s)
+        self._given = (disk, host, write_bytes_per_s, zeroes)
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, tuple[str, str]] = {}
         """By node: its name, and its store's address."""

@@ -133,6 +133,10 @@ class SimulatedKV:
     def copy(self, group: int, source: int, target: int) -> None:
         self._pages[group, target] = list(self.page(group, source))
 
+    def zero_pages(self, group: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages.pop((group, page), None)
+
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
         rank = self._rank
         return [b"".join(PAIR.pack(t, chain ^ rank) for t, chain in self.page(group, page)) for page in pages]
@@ -179,15 +183,18 @@ class SimulatedRank:
         self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
         self._num_broadcasts = 0
         self._note_pages: NotePages | None = None
+        self._zeroes = config.zero_freed_pages
+        self.zero_freed()
         self._has_head = config.speculative_algorithm == "EAGLE3"
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        self.zero_freed()
         for group, row, column, page in table_updates:
             self._tables[group, row, column] = page
         for copy in copies:
             self.kv.copy(*copy)
 
-    watch_pages, tell_pages = Rank.watch_pages, Rank.tell_pages
+    watch_pages, tell_pages, zero_freed = Rank.watch_pages, Rank.tell_pages, Rank.zero_freed
 
     def launch(self, batch: Batch, num_copies: int) -> None:
         """Compute each turn's chains in its share of the batch, from what the pages say of all before."""

@@ -18,6 +18,7 @@ from router.turns.sessions import Sessions
 from router.turns.settle import Settler
 from router.turns.turn import LiveTurn, TurnChunk
 from tests.simulation.disk import SimulatedJournal
+from tests.simulation.model import SimulatedRank
 from tests.simulation.run import run_seed
 from workers.engine.leader import Leader
 from workers.engine.step_log import LogWriter
@@ -125,6 +126,13 @@ def _index_all_pages(self: SessionCache, slot: Slot) -> None:
         _index_full_pages(self, slot)
 
 
+def _zero_a_step_late(self: SimulatedRank) -> None:
+    last = self.__dict__.setdefault("last_freed", [])
+    for group, pages in last:
+        self.kv.zero_pages(group, pages)
+    last[:] = [(group.index, group.pool.take_freed()) for group in self.cache.groups if self._zeroes]
+
+
 def _look_at_none(arena: memoryview, found: Any, size: int) -> Any:
     return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
 
@@ -163,6 +171,9 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "a release leaves copies on disks": lambda: mock.patch.object(Segments, "release", lambda self, owner: None),
     "a release leaves copies": lambda: mock.patch.object(CopyIndex, "release", lambda self, owner: 0),
+    "a page is zeroed when it is in use again": lambda: mock.patch.object(
+        SimulatedRank, "zero_freed", _zero_a_step_late
+    ),
     "a head computes a token before its state is there": lambda: mock.patch.object(
         HeadSpeculation, "_missing", _before_its_state
     ),

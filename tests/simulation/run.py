@@ -97,7 +97,11 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
     algorithm = ALGORITHMS[result.seed // (2 * len(GROUPS)) % len(ALGORITHMS)]
     kv_store = Path("store") if result.seed % 2 else None
     cluster.engine_config = replace(
-        cluster.engine_config, overlap_schedule=overlaps, speculative_algorithm=algorithm, kv_store=kv_store
+        cluster.engine_config,
+        overlap_schedule=overlaps,
+        speculative_algorithm=algorithm,
+        kv_store=kv_store,
+        zero_freed_pages=result.seed % 3 == 0,
     )
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:

@@ -20,7 +20,8 @@ class Store(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = CopyIndex(4 * SLAB, SLAB)
+        self.bytes = bytearray(4 * SLAB)
+        self.index = CopyIndex(4 * SLAB, SLAB, zeroed=memoryview(self.bytes))
         self.arena: dict[int, bytes] = {}
         """By offset: whose copy was written there last."""
         self.reserved: list[Copy] = []
@@ -56,6 +57,7 @@ class Store(RuleBasedStateMachine):
         copy = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         if write:
             self.arena[copy.offset] = copy.key
+            self.bytes[copy.offset : copy.offset + copy.num_bytes] = b"x" * copy.num_bytes
             self.index.complete(copy, copy.key[1])
         else:
             self.index.abandon(copy)
@@ -93,6 +95,13 @@ class Store(RuleBasedStateMachine):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert all(start // SLAB == (end - 1) // SLAB and end <= 4 * SLAB for start, end in spans)
         assert self.index.num_bytes_used == sum(end - start for start, end in spans)
+
+    @invariant()
+    def what_is_gone_is_overwritten(self) -> None:
+        free = bytearray(self.bytes)
+        for copy in (*self.index._copies.values(), *self.reserved, *self.pinned):
+            free[copy.offset : copy.offset + copy.size] = bytes(copy.size)
+        assert not any(free)
 
     @invariant()
     def what_is_read_was_not_written_since(self) -> None:

@@ -57,6 +57,24 @@ def test_retracted_turns_return_with_the_same_tokens(alone: dict[str, list[int]]
     assert {name: engine.output(name) for name in PROMPTS} == alone
 
 
+def test_freed_pages_are_zeroed_and_nothing_else_is(alone: dict[str, list[int]]) -> None:
+    engine = Engine(page_size=4, max_total_tokens=180, zero_freed_pages=True)
+    for again in (1, 2):
+        for name, prompt in PROMPTS.items():
+            engine.submit(f"{name}, {again}", f"{name}, {again}", prompt, SAMPLED)
+        engine.run()
+        assert {name: engine.output(f"{name}, {again}") for name in PROMPTS} == alone
+        for name in PROMPTS:
+            engine.leader.release_session(f"{name}, {again}", 1)
+        engine.commands()
+        engine.leader.step()
+        kv, (group,) = engine.leader.rank.kv, engine.cache.groups
+        engine.leader.rank.stream.run(lambda: None).result()
+        assert group.pool.num_free == group.pool.num_pages
+        assert not any(part[: group.pool.num_pages].any() for part in kv._parts[0])
+    assert engine.scheduler.num_retracted > 0
+
+
 @pytest.mark.parametrize("seen", [1, 5, 11])
 def test_a_replay_elsewhere_continues_identically(alone: dict[str, list[int]], seen: int) -> None:
     prompt, output = PROMPTS["p2"], alone["p2"]

@@ -270,4 +270,5 @@ def write_pages(
         raise MigrationRefused(f"a turn or a release of session {request.session_id} came before its KV")
     table = slot.tables[group].pages
     targets = [table[column] for column in columns]
+    rank.zero_freed()
     rank.stream.run(lambda: rank.kv.write_pages(group, targets, pages)).result()

@@ -106,6 +106,8 @@ class Rank:
         self.stream = ThreadStream() if in_thread else Stream()
         self._logits: Tensor | None = None
         self._note_pages: NotePages | None = None
+        self._zeroes = config.zero_freed_pages
+        self.zero_freed()
         self._chosen = torch.empty(0, dtype=torch.int64, device=self.device)
         self._counts = PenaltyCounts(self.model_config.vocab_size, self.device)
 
@@ -188,8 +190,16 @@ class Rank:
         if filled or released or flushed:
             self.stream.run(partial(note, filled, released, flushed))
 
+    def zero_freed(self) -> None:
+        """With ``zero_freed_pages``: have pages that were freed overwritten before anything is written to them."""
+        for group in self.cache.groups if self._zeroes else ():
+            freed = group.pool.take_freed()
+            if freed:
+                self.stream.run(partial(self.kv.zero_pages, group.index, freed))
+
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         """Queue a step's copies of pages and its changes of page tables."""
+        self.zero_freed()
         if copies or table_updates:
             self.stream.run(partial(self._apply_updates, copies, table_updates))
 

@@ -33,6 +33,8 @@ class PagePool:
         self._indexed = bytearray(num_pages)
         self.touched: set[int] = set()
         """Pages whose count changed since the last digest."""
+        self.freed: list[int] | None = None
+        """Pages that became free since ``take_freed``, some of them taken again. None: nobody asks."""
 
     @property
     def num_free(self) -> int:
@@ -98,10 +100,17 @@ class PagePool:
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
             self.free.append(page)
+            if self.freed is not None:
+                self.freed.append(page)
             return 1
         if count == 1 and self._indexed[page]:
             self._cached[page] = None
         return 0
+
+    def take_freed(self) -> list[int]:
+        """What ``freed`` lists, for the first time from now on."""
+        freed, self.freed = self.freed or [], []
+        return freed
 
     def mark_indexed(self, page: int) -> None:
         """Count the prefix index as a holder of ``page``, which has another holder already."""

@@ -68,6 +68,11 @@ class KVPool:
             for pages in self._parts[group]:
                 pages[target].copy_(pages[source])
 
+    def zero_pages(self, group: int, pages: Sequence[int]) -> None:
+        """Overwrite whole pages."""
+        for part in self._parts[group]:
+            part.index_fill_(0, torch.tensor(pages, device=part.device), 0)
+
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
         """Each page's bytes: all layers' keys, then all layers' values."""
         parts = self._parts[group]

@@ -119,9 +119,15 @@ class KVStoreActor:
     """One node's KV store. Serves until it is stopped or killed."""
 
     def __init__(
-        self, folder: Path, num_bytes: int, disk: DiskConfig | None, host: str | None, write_bytes_per_s: float
+        self,
+        folder: Path,
+        num_bytes: int,
+        disk: DiskConfig | None,
+        host: str | None,
+        write_bytes_per_s: float,
+        zeroes: bool,
     ) -> None:
-        self._store = KVStore(folder, num_bytes, disk=disk, write_bytes_per_s=write_bytes_per_s)
+        self._store = KVStore(folder, num_bytes, disk=disk, write_bytes_per_s=write_bytes_per_s, zeroes=zeroes)
         self._host = host or ray.util.get_node_ip_address()
 
     async def use_identity(self, identity: Identity | None) -> None:

@@ -64,9 +64,13 @@ class _Slab:
 
 
 class CopyIndex:
-    """Copies by key. For one thread."""
+    """Copies by key. For one thread.
 
-    def __init__(self, num_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
+    ``zeroed``: the arena, if the room of copies that are gone is to be overwritten there.
+    """
+
+    def __init__(self, num_bytes: int, slab_bytes: int = SLAB_BYTES, *, zeroed: memoryview | None = None) -> None:
+        self._zeroed = zeroed
         self._slab_bytes = slab_bytes
         self._slabs = [_Slab() for _ in range(num_bytes // slab_bytes)]
         self._free_slabs = list(range(len(self._slabs) - 1, -1, -1))
@@ -214,6 +218,8 @@ class CopyIndex:
             del self._by_owner[copy.owner]
 
     def _free(self, copy: Copy) -> None:
+        if self._zeroed is not None:
+            self._zeroed[copy.offset : copy.offset + copy.size] = bytes(copy.size)
         slab = self._slabs[copy.offset // self._slab_bytes]
         self.num_bytes_used -= copy.size
         slab.num_used -= 1

@@ -57,7 +57,8 @@ class _User:
 class KVStore(store_pb2_grpc.KVStoreServiceServicer):
     """One node's store. ``folder``: of its own, in memory (``/dev/shm``), on a path that all ranks of the node know.
 
-    ``write_bytes_per_s``: what the copying to one other node may take of the network.
+    ``write_bytes_per_s``: what the copying to one other node may take of the network. ``zeroes``: the room of copies
+    that are gone is overwritten.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
         *,
         disk: DiskConfig | None = None,
         write_bytes_per_s: float = 1e9,
+        zeroes: bool = False,
     ) -> None:
         self._folder, self._num_bytes, self._slab_bytes = folder, num_bytes, slab_bytes
+        self._zeroes = zeroes
         self._disk_config, self._write_bytes_per_s = disk, write_bytes_per_s
         self.contents: Contents
         self.peers: Peers
@@ -103,7 +106,8 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
         return await self._serve_peers(host) if host is not None else ""
 
     def _open(self, arena: memoryview) -> None:
-        copies, given, disk = CopyIndex(self._num_bytes, self._slab_bytes), self._disk_config, None
+        copies = CopyIndex(self._num_bytes, self._slab_bytes, zeroed=arena if self._zeroes else None)
+        given, disk = self._disk_config, None
         if given is not None:
             try:
                 disk = DiskTier(given.folder, given.num_bytes, copies, arena, given.segment_bytes)
