@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.errors import InvalidRequest, PromptTooLong
 from holdfast.tokens import pack_tokens
 from router.fleet.fleet import Fleet
 from router.text import TextCodec
+from router.time_limit import within
 from router.turns.sessions import Session
 from router.turns.turn import Prepare
 
 T = TypeVar("T")
+TEMPLATE_LIMIT_S = 10.0
+"""A template that takes longer for a conversation rejects it."""
 SHORT = 4096
 """Characters or tokens that are converted in the event loop: a millisecond or two."""
 
@@ -28,6 +32,25 @@ class InputEncoder:
     def __init__(self, codec: TextCodec, fleet: Fleet) -> None:
         self._codec = codec
         self._fleet = fleet
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        *,
+        continues: bool = False,
+    ) -> str:
+        """See ``TextCodec.render_chat``. Other turns go on while a long conversation is rendered."""
+        work = partial(self._codec.render_chat, messages, tools, variables, continues=continues)
+        texts = [message.get("content") for message in messages]
+        if not tools and not variables and sum(len(t) if isinstance(t, str) else SHORT for t in texts) < SHORT:
+            return work()  # a thread takes longer
+        try:
+            return await within(TEMPLATE_LIMIT_S, work)
+        except TimeoutError:
+            late = f"messages: the model's chat template takes longer than {TEMPLATE_LIMIT_S:g} s for them"
+            raise InvalidRequest(late, "messages") from None
 
     async def encode(self, text: str, *, special: bool) -> array[int]:
         """``text`` as tokens; with ``special``, preceded by the tokens that start an input. Raises PromptTooLong."""

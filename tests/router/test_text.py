@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +18,11 @@ from tokenizers import Tokenizer, decoders, models
 from holdfast.detokenizer import Detokenizer
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
+from router import inputs
 from router.text import TextCodec
-from tests.harness import model_copy
+from router.time_limit import THREAD
+from tests.harness import ENGINE, model_copy, running
+from tests.waiting import until
 from workers.config import BUNDLED_MODEL
 
 CODEC = TextCodec(BUNDLED_MODEL)
@@ -78,6 +85,29 @@ def test_messages_that_the_template_refuses_are_the_clients_fault(tmp_path: Path
     path.write_text(json.dumps(json.loads(path.read_text()) | refusing))
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         TextCodec(model).render_chat([{"role": "user", "content": "x"}])
+
+
+async def test_a_template_that_does_not_end_is_stopped_and_others_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "TEMPLATE_LIMIT_S", 0.5)
+    model = model_copy(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    endless = "{% set r = range(99999 if slow else 0) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}x"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": endless}))
+    body = {"model": "holdfast-tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    slow = {**body, "chat_template_kwargs": {"slow": True}}
+    async with (
+        running(tmp_path, num_workers=1, engine=replace(ENGINE, model=model)) as cluster,
+        httpx.AsyncClient(base_url=f"{cluster.url}/v1", timeout=20) as http,
+    ):
+        stuck = asyncio.create_task(http.post("/chat/completions", json=slow))
+        await until(lambda: any(thread.name == THREAD for thread in threading.enumerate()), 5, "it to begin")
+        assert (await http.post("/chat/completions", json=body)).status_code == 200
+        assert not stuck.done()
+        refused = await stuck
+        assert refused.status_code == 400 and "takes longer than 0.5 s" in refused.json()["error"]["message"]
+        await until(lambda: not any(t.name == THREAD for t in threading.enumerate()), 5, "its thread to end")
 
 
 def test_model_without_a_template_serves_completions_only(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def anthropic_routes(core: RouterCore) -> APIRouter:
     """The endpoints over a router. A session is named by ``X-Session-ID``; ``metadata.user_id`` steers placement."""
     routes = APIRouter()
 
-    def render(body: CountBody) -> str:
+    async def render(body: CountBody) -> str:
         check_model(core, body.model)
-        return core.codec.render_chat(
+        return await core.inputs.render_chat(
             template_messages(body.conversation(), core.codec.chat_template),
             body.tool_use().templates,
             body.template_variables(),
@@ -33,11 +33,11 @@ def anthropic_routes(core: RouterCore) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(tenant: Tenant, body: CountBody) -> Any:
-        return {"input_tokens": len(await core.inputs.encode(render(body), special=False))}
+        return {"input_tokens": len(await core.inputs.encode(await render(body), special=False))}
 
     @routes.post("/v1/messages")
     async def messages(http: Request, tenant: Tenant, body: MessagesBody, x_session_id: SessionHeader = "") -> Any:
-        text, sampling = render(body), body.sampling()
+        text, sampling = await render(body), body.sampling()
         new_parser = constrain(core, body.tool_use(), text, sampling, reasoning=True)
         request = TurnRequest(
             tenant,

@@ -60,7 +60,7 @@ def chat_routes(core: RouterCore) -> APIRouter:
         use = body.tool_use()
         if body.continue_final_message and body.messages[-1].get("role") != "assistant":
             raise InvalidRequest("continue_final_message: the last message must be the assistant's", "messages")
-        text = core.codec.render_chat(
+        text = await core.inputs.render_chat(
             template_messages(body.messages, core.codec.chat_template),
             use.templates,
             body.template_variables(),

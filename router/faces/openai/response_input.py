@@ -27,18 +27,18 @@ async def render_input(
     messages = messages_of(items)
     system = [{"role": "system", "content": response.instructions}] if response.instructions else []
 
-    def rendered(start: int) -> str:
+    async def rendered(start: int) -> str:
         kept = template_messages([*system, *messages[start:]], core.codec.chat_template)
-        return core.codec.render_chat(kept, use.templates, response.template_variables)
+        return await core.inputs.render_chat(kept, use.templates, response.template_variables)
 
     context_len = core.fleet.context_len
     if not (response.truncates and context_len):
-        return rendered(0)
+        return await rendered(0)
     room = context_len - min(sampling.max_tokens or 1, context_len // 2)
 
     async def fits(start: int) -> bool:
         try:
-            return len(await core.inputs.encode(rendered(start), special=False)) <= room
+            return len(await core.inputs.encode(await rendered(start), special=False)) <= room
         except PromptTooLong:
             return False
 
@@ -50,7 +50,7 @@ async def render_input(
             high = middle
         else:
             low = middle + 1
-    return rendered(starts[low])
+    return await rendered(starts[low])
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

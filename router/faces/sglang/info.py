@@ -102,7 +102,7 @@ def info_routes(core: RouterCore) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            text = core.codec.render_chat(template_messages(body.messages, core.codec.chat_template))
+            text = await core.inputs.render_chat(template_messages(body.messages, core.codec.chat_template))
             tokens: Any = (await core.inputs.encode(text, special=False)).tolist()
         elif isinstance(body.prompt, list):
             encoded = [await core.inputs.encode(text, special=body.add_special_tokens) for text in body.prompt]
