@@ -99,6 +99,9 @@ class Config(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="of what processes log: lines, or JSON with session_id and turn_id, from info on"
     )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL that turns' traces are sent to, with OTLP over HTTP: http://collector:4318/v1/traces"
+    )
     no_auth: bool = Field(False, description="serve others than this machine without any key")
     address: str | None = Field(None, description="existing Ray cluster to join; default: a fresh local one")
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
@@ -274,6 +277,7 @@ class Config(BaseModel):
             audit_log=self.audit_log and self.audit_log.resolve(),
             ssl_certfile=self.ssl_certfile and self.ssl_certfile.resolve(),
             ssl_keyfile=self.ssl_keyfile and self.ssl_keyfile.resolve(),
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
             journal_path=self.journal_path.resolve(),
             journal_url=self.journal_url,
             journal_durability=self.journal_durability,

@@ -33,6 +33,8 @@ class RouterConfig:
     """Address of what starts processes again, to say when it does not answer. Empty: not watched."""
     audit_log: Path | None = None
     """What operators do is written there."""
+    otlp_traces_endpoint: str | None = None
+    """Turns' traces are sent there."""
     journal_path: Path = Path("holdfast.db")
     journal_url: str | None = None
     """A Redis instead of the SQLite file: for routers on several machines."""

@@ -17,6 +17,7 @@ from router.inputs import InputEncoder
 from router.journal.interface import Journal
 from router.metrics import Metrics
 from router.text import TextCodec
+from router.tracing import start_tracing
 from router.turns.control import Control
 from router.turns.dispatch import Dispatch
 from router.turns.gateway import Gateway
@@ -33,6 +34,7 @@ class RouterCore:
     ) -> None:
         self.config, self.journal, self.codec, self.metrics = config, journal, codec, metrics
         placement = Placement()
+        self.tracing = start_tracing(config.otlp_traces_endpoint, config.served_model_name)
         self.keyring, self.audit_log = keyring, AuditLog(config.audit_log)
         self.live = LiveTurns(config, self.keyring, metrics)
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
@@ -46,7 +48,9 @@ class RouterCore:
         self.style = AnswerStyle(config.tool_call_parser, config.reasoning_parser, codec.chat_template)
         dispatch = Dispatch(config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, metrics)
         relay = Relay(config, self.fleet, journal, codec, self.sessions, dispatch, metrics)
-        self.gateway = Gateway(config, self.fleet, journal, codec, self.sessions, self.live, relay, metrics)
+        self.gateway = Gateway(
+            config, self.fleet, journal, codec, self.sessions, self.live, relay, metrics, self.tracing
+        )
         self.control = Control(config, self.fleet, journal, self.sessions, self.live, self.sweeper)
         metrics.watch(
             lambda: [link.stats for link in self.fleet.alive()],
@@ -62,3 +66,5 @@ class RouterCore:
         await self.sweeper.close()
         await self.fleet.close()
         self.audit_log.close()
+        if self.tracing is not None:
+            await self.tracing.close()

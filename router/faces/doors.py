@@ -13,6 +13,8 @@ from router.access.keys import Identity, Keyring
 from router.access.rules import HTTP_RULES, OPERATOR, USER, admit
 from router.faces.anthropic.answer import anthropic_error
 from router.faces.http import IDENTITY, INNER_TENANT, error_response
+from router.faces.request_trace import RequestTrace
+from router.tracing import Tracing
 
 _PATTERNS = [(compile_path(path)[0], rule) for path, rule in HTTP_RULES.items() if "{" in path]
 
@@ -23,8 +25,8 @@ class Doors:
     What operators do is in the audit log, and what others tried.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, audit_log: AuditLog) -> None:
-        self._app, self._keyring, self._audit_log = app, keyring, audit_log
+    def __init__(self, app: ASGIApp, keyring: Keyring, audit_log: AuditLog, tracing: Tracing | None) -> None:
+        self._app, self._keyring, self._audit_log, self._tracing = app, keyring, audit_log, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -38,6 +40,13 @@ class Doors:
             if rule is not None:
                 scope = {**scope, IDENTITY: identity}
                 self._note(scope, rule, identity, "admitted")
+            if rule == USER and self._tracing is not None:
+                trace = RequestTrace(self._tracing, scope)
+                try:
+                    await self._app(scope, receive, trace.sending(send))
+                finally:
+                    trace.end()
+                return
         await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope, rule: str | None) -> Identity | None:

@@ -48,6 +48,8 @@ class SessionServer(session_pb2_grpc.SessionServiceServicer):
     async def Generate(
         self, request: session_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[session_pb2.GenerateResponse]:
+        if self._core.tracing is not None:
+            self._core.tracing.called(context.invocation_metadata() or ())
         try:
             stream = self._stream(request, self._tenant(context))
             try:

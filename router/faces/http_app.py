@@ -38,7 +38,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     app = FastAPI(title="Holdfast", docs_url=None, redoc_url=None, dependencies=dependencies)
     limits = {"": core.config.max_message_bytes, "/v1/files": core.config.max_file_bytes + MULTIPART_BYTES}
     app.add_middleware(LimitedBody, limits=limits)
-    app.add_middleware(Doors, keyring=core.keyring, audit_log=core.audit_log)
+    app.add_middleware(Doors, keyring=core.keyring, audit_log=core.audit_log, tracing=core.tracing)
     conversations = Conversations(core)
     app.include_router(completion_routes(core))
     app.include_router(chat_routes(core))

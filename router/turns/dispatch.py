@@ -57,7 +57,8 @@ class Dispatch:
         if pinned is not None and not pinned.stats.draining and not repin:
             turn.placed(pinned)
             return
-        link = await self._choose(turn)
+        with turn.request.trace.step("place"):
+            link = await self._choose(turn)
         turn.placed(link)
         if turn.session is not None:
             await self._pin(turn, turn.session, link)
@@ -87,9 +88,12 @@ class Dispatch:
         """Continue a turn on another worker, from the tokens that the journal has."""
         lost, began = turn.worker.name, time.monotonic()
         turn.unplaced()
-        await self.place(turn, repin=True)
+        turn.request.trace.leave()
+        with turn.request.trace.step("fail over", lost=lost):
+            await self.place(turn, repin=True)
         self._metrics.failovers.inc()
         inbox = self.submit(turn, full=True)
+        turn.request.trace.enter("prefill")
         turn.resubmitted_at = time.monotonic()
         self._metrics.failover.labels("place").observe(turn.resubmitted_at - began)
         log.warning(
@@ -116,7 +120,8 @@ class Dispatch:
         record = session.record
         previous = self._fleet.link(record.worker)
         if previous is not None and previous is not link:
-            await self._migrator.prefetch(session.session_id, turn.epoch, previous, link)
+            with turn.request.trace.step("migrate", source=previous.name, target=link.name):
+                await self._migrator.prefetch(session.session_id, turn.epoch, previous, link)
         try:
             record.epoch = turn.epoch = await self._journal.pin(session.session_id, turn.epoch, link.name)
         except HoldfastError:

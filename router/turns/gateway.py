@@ -21,6 +21,7 @@ from router.fleet.fleet import Fleet
 from router.journal.interface import Journal
 from router.metrics import Metrics
 from router.text import TextCodec
+from router.tracing import Tracing, TurnTrace
 from router.turns.background import BackgroundTasks
 from router.turns.live import LiveTurns
 from router.turns.prepare import prepare_turn
@@ -48,7 +49,9 @@ class Gateway:
         live: LiveTurns,
         relay: Relay,
         metrics: Metrics,
+        tracing: Tracing | None,
     ) -> None:
+        self._tracing = tracing
         self._config = config
         self._fleet = fleet
         self._journal = journal
@@ -71,21 +74,24 @@ class Gateway:
         if self._live.has(request.tenant, request.turn_id):
             raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")
         self._live.count(request.tenant)
+        self._trace(request)
         session = None
         try:
-            if request.session_id:
-                session = await self._sessions.lock(
-                    scoped(request.tenant, request.session_id),
-                    request.tenant,
-                    create=request.create_session,
-                    queue=request.queue,
-                )
-                session.running_turn = request.turn_id
-            turn = await self._prepare(request, session)
-        except BaseException:
+            with request.trace.step("admit"):
+                if request.session_id:
+                    session = await self._sessions.lock(
+                        scoped(request.tenant, request.session_id),
+                        request.tenant,
+                        create=request.create_session,
+                        queue=request.queue,
+                    )
+                    session.running_turn = request.turn_id
+                turn = await self._prepare(request, session)
+        except BaseException as error:
             if session is not None:
                 self._sessions.unlock(session)
             self._live.uncount(request.tenant)
+            request.trace.end(error)
             raise
         async with aclosing(self._run(turn, self._relay.chunks(turn))) as chunks:
             async for chunk in chunks:
@@ -113,6 +119,7 @@ class Gateway:
             return
         self._sessions.lock_new(session, turn_id)
         self._live.count(tenant)
+        self._trace(request)
         self._metrics.resumed.inc()
         async with aclosing(self._run(turn, self._relay.chunks(turn, resume_from=start))) as chunks:
             async for chunk in chunks:
@@ -126,6 +133,10 @@ class Gateway:
         """Wait until every turn that has ended is settled."""
         self._live.closing = True
         await self._background.wait()
+
+    def _trace(self, request: TurnRequest) -> None:
+        if self._tracing is not None:
+            request.trace = TurnTrace(self._tracing, request.turn_id, request.session_id)
 
     def _refuse_busy(self, session_id: str, tenant: str) -> None:
         self._live.refuse_full(tenant)
@@ -156,7 +167,8 @@ class Gateway:
                         ended = self._background.start(self._end(turn, settle))
                         await asyncio.shield(ended)
                     yield chunk
-        except HoldfastError:
+        except HoldfastError as error:
+            turn.request.trace.end(error)
             # Not the client's doing: what the client has seen stays, and can be resumed (law L10).
             ended = ended or self._background.start(self._end(turn, self._settler.keep_shown))
             await asyncio.shield(ended)
@@ -173,6 +185,7 @@ class Gateway:
         """The one way out of a turn, however it ended (law L7)."""
         self._live.remove(turn)
         turn.ended()
+        turn.request.trace.end()
         if turn.session is not None:
             await settle(turn, turn.session)
 

@@ -55,7 +55,8 @@ class Relay:
             yield _known_output(turn, output, resume_from)
             await self._dispatch.place(turn)
         inbox = self._dispatch.submit(turn, full=resume_from is not None)
-        last_token_at = None
+        last_token_at, trace = None, turn.request.trace
+        trace.enter("prefill")
         while True:
             if turn.abort_requested:
                 yield TurnChunk(turn.prompt_len, turn.cached_len or 0, finish_reason="abort")
@@ -75,7 +76,16 @@ class Relay:
             if chunk.finish_reason:
                 chunk.text += output.finish(chunk.matched if isinstance(chunk.matched, str) else None)
                 self._metrics.turns.labels(chunk.finish_reason).inc()
+                trace.note(
+                    finish_reason=chunk.finish_reason,
+                    prompt_tokens=chunk.prompt_len,
+                    cached_tokens=chunk.cached_len,
+                    completion_tokens=turn.num_output,
+                    worker=turn.worker.name,
+                )
             if chunk.tokens:
+                if last_token_at is None or turn.resubmitted_at is not None:
+                    trace.enter("decode")
                 now = time.monotonic()
                 self._observe(turn, len(chunk.tokens), now, last_token_at, started)
                 last_token_at = now
@@ -94,14 +104,15 @@ class Relay:
             if turn.epoch != session.record.epoch:  # another router had the session since
                 turn.reprepared(await prepare_turn(turn.request, session, self._fleet))
             await self._dispatch.place(turn)
-            await self._journal.begin_turn(
-                session.session_id,
-                turn.epoch,
-                turn.request.turn_id,
-                turn.keep_len,
-                turn.tokens[turn.keep_len :],
-                turn.request.sampling.SerializeToString(),
-            )
+            with turn.request.trace.step("journal"):
+                await self._journal.begin_turn(
+                    session.session_id,
+                    turn.epoch,
+                    turn.request.turn_id,
+                    turn.keep_len,
+                    turn.tokens[turn.keep_len :],
+                    turn.request.sampling.SerializeToString(),
+                )
 
         await self._sessions.up_to_date(session, begin, queue=turn.request.queue)
 

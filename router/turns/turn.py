@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from holdfast.v1 import session_pb2
 from router.fleet.link import WorkerLink
+from router.tracing import TurnTrace
 from router.turns.sessions import Session
 
 Prepare: TypeAlias = "Callable[[Session | None], Awaitable[tuple[int, array[int]]]]"
@@ -32,6 +33,7 @@ class TurnRequest:
     """Wait for the session's running turn; otherwise refuse with SessionBusy."""
     cache_key: str = ""
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    trace: TurnTrace = field(default_factory=TurnTrace)
     prompt: array[int] | None = None
     """The whole input as tokens, once it is known."""
     rolled_back: Callable[[], Awaitable[None]] | None = None
@@ -113,7 +115,9 @@ class LiveTurn:
     @property
     def log_fields(self) -> dict[str, str]:
         """What a log record says of the turn besides its text."""
-        return {"turn_id": self.request.turn_id, "session_id": self.request.session_id}
+        fields = {"turn_id": self.request.turn_id, "session_id": self.request.session_id}
+        trace_id = self.request.trace.trace_id
+        return fields | {"trace_id": trace_id} if trace_id else fields
 
     @property
     def sampling(self) -> session_pb2.Sampling:
