@@ -31,7 +31,7 @@ def client_options(command: Any) -> Any:
     return url_option(command)
 
 
-def call(method: str, url: str, path: str, api_key: str | None, timeout_s: float = CLIENT_TIMEOUT_S) -> Any:
+def ask(method: str, url: str, path: str, api_key: str | None, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Response:
     """A router's answer. Raises HoldfastError if there is none, or if it is an error."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -40,8 +40,13 @@ def call(method: str, url: str, path: str, api_key: str | None, timeout_s: float
         raise HoldfastError(f"no router answers at {url}: {error}") from None
     if answer.is_error:
         raise HoldfastError(f"{url} answered {answer.status_code}: {answer.text}")
+    return answer
+
+
+def call(method: str, url: str, path: str, api_key: str | None, timeout_s: float = CLIENT_TIMEOUT_S) -> Any:
+    """As ``ask``, of an endpoint that answers with JSON."""
     try:
-        return answer.json()
+        return ask(method, url, path, api_key, timeout_s).json()
     except ValueError:
         raise HoldfastError(f"{url} is not a Holdfast router: its answer is not JSON") from None
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from cluster.cli.client import CLIENT_TIMEOUT_S, get_rows, url_option
-from holdfast.errors import HoldfastError
+from cluster.cli.client import ask, get_rows, url_option
 
 SHOWN = ("holdfast_failovers", "holdfast_resumed_turns", "holdfast_migrations", "holdfast_rejected_turns")
 """Counters of a router."""
@@ -32,10 +30,7 @@ class Sample:
 def sample(url: str, api_key: str | None) -> Sample:
     """Ask a router. Raises HoldfastError if there is none."""
     workers = get_rows(url, "/holdfast/workers", api_key)
-    try:
-        text = httpx.get(f"{url}/metrics", timeout=CLIENT_TIMEOUT_S).text
-    except httpx.HTTPError as error:
-        raise HoldfastError(f"no router answers at {url}: {error}") from None
+    text = ask("GET", url, "/metrics", api_key).text
     counters = {
         family.name: sum(s.value for s in family.samples if s.name.endswith("_total"))
         for family in text_string_to_metric_families(text)

@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from cluster.cli.main import cli
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.access.keys import StoredKey, given_key, new_key, write_keys
@@ -104,6 +106,38 @@ async def test_every_grpc_method_asks_for_a_user(doors: tuple[Harness, dict[str,
                 else:
                     expected = "UNAUTHENTICATED" if name in ("nobody", "wrong", "expired") else "PERMISSION_DENIED"
                     assert code == expected, (method.name, name)
+
+
+ROUTERS_COMMANDS = {
+    "status": (OPERATOR, []),
+    "audit": (OPERATOR, []),
+    "top": (OPERATOR, ["--count", "1"]),
+    "drain": (OPERATOR, ["w9"]),
+    "restart": (OPERATOR, ["--start-timeout", "0.1", "--timeout", "0"]),
+    "sessions": (USER, []),
+    "chat": (USER, ["--max-tokens", "2"]),
+    "bench": (USER, ["--sessions", "1", "--turns", "1", "--output-tokens", "2"]),
+}
+LOCAL_COMMANDS = {"serve", "join", "keys", "chaos"}
+"""What they do needs no router's permission: they start processes, or read and write files."""
+
+
+async def test_every_command_asks_for_its_role(doors: tuple[Harness, dict[str, str]]) -> None:
+    cluster, key_of = doors
+    assert cli.commands.keys() == ROUTERS_COMMANDS.keys() | LOCAL_COMMANDS
+    wrong = []
+    for command, (rule, words) in ROUTERS_COMMANDS.items():
+        for name, key in key_of.items():
+            # The worker that a restart stops does not come back here: it is the last of those that may.
+            if command == "restart" and name == "operator":
+                continue
+            line = [command, *words, "--url", cluster.url, *(["--api-key", key] if key else [])]
+            done = await asyncio.to_thread(CliRunner().invoke, cli, line, input="hi\n")
+            said = f"{done.output} {done.exception}"
+            refused = re.search(r"answered 40[13]", said) is not None or "lacks the role" in said or "API key" in said
+            if refused == (name in MAY[rule]):
+                wrong.append((command, name, done.exit_code, said[:200]))
+    assert not wrong
 
 
 async def outcome(call: Any) -> str:
