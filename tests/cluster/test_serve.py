@@ -58,7 +58,8 @@ async def test_kill_9_mid_stream_costs_a_pause_only(served: Served) -> None:
 
 async def test_audit_is_exact_on_a_busy_cluster(served: Served) -> None:
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        turns = [asyncio.create_task(stream(client, f"busy-{i}")) for i in range(6)]
+        # Long turns: on a busy machine short ones are over between two audits.
+        turns = [asyncio.create_task(stream(client, f"busy-{i}", num_tokens=1000)) for i in range(6)]
         running = 0
         while not all(turn.done() for turn in turns):
             reports = await asyncio.to_thread(served.audits)
