@@ -125,7 +125,8 @@ class Migrator:
         """The sessions with a slot on a worker that are pinned to it, with their epochs; oldest first."""
         session_ids, _ = await source.slots(self._config.control_timeout_s)
         owners = await self._journal.owners(session_ids)
-        return [(name, owners[name][1]) for name in session_ids if name in owners and owners[name][0] == source.name]
+        found = [(name, owners[name]) for name in session_ids if name in owners]
+        return [(name, owner.epoch) for name, owner in found if owner.worker == source.name and not owner.released]
 
     async def _copy_kv(
         self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink

@@ -10,20 +10,24 @@ from holdfast.errors import HoldfastError, NoWorkerAvailable
 from holdfast.v1 import session_pb2
 from holdfast.wire import LAST_EPOCH
 from router.fleet.link import WorkerLink
-from router.journal.interface import Journal
+from router.journal.interface import Journal, Owner
 
 log = logging.getLogger("holdfast.router")
 SWEEP_RETRY_S = 0.5
 SWEEP_EVERY_S = 30.0
-"""Copies of released sessions are looked for: a release may have died with the store that was to pass it on."""
+"""All workers are swept: a turn that was sent before its session left may arrive at its former worker much later,
+on a connection that was cut, and the release of a session's copies may die with the store that was to pass it on.
+"""
+NOWHERE = Owner("", LAST_EPOCH, released=True)
+"""The owner of a session whose tombstone is gone too."""
 
 
 class Sweeper:
     """Frees on workers what the journal says was released, or pinned to another worker; and on their nodes, copies
     of the KV of sessions that were released.
 
-    A worker is swept whenever it is reached again, and whenever it may have missed a call: law L12 holds
-    on every living rank, including one that was unreachable.
+    A worker is swept whenever it is reached again, whenever it may have missed a call, and now and then: law L12
+    holds on every living rank, including one that was unreachable.
     """
 
     def __init__(self, journal: Journal, timeout_s: float) -> None:
@@ -33,18 +37,17 @@ class Sweeper:
         self._repeats: asyncio.Task[None] | None = None
 
     def start(self, alive: Callable[[], Iterable[WorkerLink]]) -> None:
-        """Look at all workers' copies now and then."""
+        """Sweep all workers now and then."""
         self._repeats = asyncio.create_task(self._repeat(alive))
 
     async def _repeat(self, alive: Callable[[], Iterable[WorkerLink]]) -> None:
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             for link in alive():
-                if link.stats.HasField("kv_store"):
-                    try:
-                        await self._sweep_once(link, slots_too=False)
-                    except HoldfastError as error:
-                        log.info("copies near worker %s are not swept now: %s", link.name, error.message)
+                try:
+                    await self._sweep_once(link)
+                except HoldfastError as error:
+                    log.info("worker %s is not swept now: %s", link.name, error.message)
 
     def sweep(self, link: WorkerLink) -> None:
         """Sweep a worker in the background."""
@@ -64,15 +67,17 @@ class Sweeper:
         if self._sweeps.get(link.name) is asyncio.current_task():
             del self._sweeps[link.name]
 
-    async def _sweep_once(self, link: WorkerLink, *, slots_too: bool = True) -> None:
+    async def _sweep_once(self, link: WorkerLink) -> None:
         slots, copied = await link.slots(self._timeout_s)
         session_ids = list(dict.fromkeys([*slots, *(copied or ())]))
         owners, held = await self._journal.owners(session_ids), set(slots)
         for session_id in session_ids:
-            worker, epoch = owners.get(session_id, ("", LAST_EPOCH))
-            if worker != link.name and ((session_id in held and slots_too) or session_id not in owners):
-                moved, now = session_id in owners, session_pb2.RELEASE_MODE_NOW
-                await link.release(session_id, epoch, now, self._timeout_s, moved=moved)
+            owner = owners.get(session_id, NOWHERE)
+            if owner.released or (owner.worker != link.name and session_id in held):
+                # Under the epoch that the journal knows: what was sent under an earlier one is refused from now on,
+                # and a session that is new under the same name is spared.
+                now, moved = session_pb2.RELEASE_MODE_NOW, not owner.released
+                await link.release(session_id, owner.epoch, now, self._timeout_s, moved=moved)
         if copied is None:
             raise NoWorkerAvailable("its node's KV store does not answer")
 

@@ -26,6 +26,14 @@ TOMBSTONE_RETENTION_S = 7 * 24 * 3600.0
 """How long the id of a released session cannot be used again: far longer than any retry."""
 
 
+class Owner(NamedTuple):
+    """Where a session lives, under which epoch. ``worker`` is the pin; a released session's epoch is its last."""
+
+    worker: str
+    epoch: int
+    released: bool = False
+
+
 @dataclass(slots=True)
 class SessionRecord:
     """A session in the journal. ``worker``: the pin, as ``worker_id@incarnation``."""
@@ -134,8 +142,8 @@ class Journal(Protocol):
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         """Replace the session by a tombstone. Returns the session without its tokens. Idempotent."""
 
-    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
-        """Pin and epoch of each session that exists and is not released, of any tenant."""
+    async def owners(self, session_ids: list[str]) -> dict[str, Owner]:
+        """Those of the sessions that the journal knows, of any tenant, released ones among them."""
 
     async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:
         """Store what the APIs keep beside sessions (responses, files, batches), atomically.

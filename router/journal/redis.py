@@ -29,6 +29,7 @@ from router.journal.interface import (
     ROUTER_LEASE_S,
     TOMBSTONE_RETENTION_S,
     Fence,
+    Owner,
     SessionRecord,
     TurnRecord,
     check_durability,
@@ -153,14 +154,14 @@ class RedisJournal:
             session_id, tenant, await self._run("release", session_id, tenant, tenant, round(1000 * self._retention_s))
         )
 
-    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+    async def owners(self, session_ids: list[str]) -> dict[str, Owner]:
         answers = await self._execute(
             *(("HMGET", _keys(session_id, "")[0], "worker", "epoch", "released") for session_id in session_ids)
         )
         return {
-            session_id: (worker.decode(), int(epoch))
+            session_id: Owner(worker.decode(), int(epoch), released != b"0")
             for session_id, (worker, epoch, released) in zip(session_ids, answers, strict=True)
-            if worker is not None and released == b"0"
+            if worker is not None
         }
 
     async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:

@@ -21,6 +21,7 @@ from router.journal.interface import (
     ROUTER_LEASE_S,
     TOMBSTONE_RETENTION_S,
     Fence,
+    Owner,
     SessionRecord,
     TurnRecord,
     check_durability,
@@ -173,7 +174,7 @@ class SqliteJournal:
     async def release(self, session_id: str, tenant: str) -> SessionRecord:
         return await self._call(self._store.release, session_id, tenant)
 
-    async def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+    async def owners(self, session_ids: list[str]) -> dict[str, Owner]:
         return await self._call(self._store.owners, session_ids)
 
     async def put_objects(self, tenant: str, objects: dict[str, bytes], fence: Fence | None = None) -> None:

@@ -18,7 +18,7 @@ from holdfast.errors import (
     TooManySessions,
     TurnNotFound,
 )
-from router.journal.interface import Fence, SessionRecord, TurnRecord
+from router.journal.interface import Fence, Owner, SessionRecord, TurnRecord
 
 
 class SessionRow(NamedTuple):
@@ -296,14 +296,14 @@ class SqliteStore:
     def delete_objects(self, tenant: str, keys: list[str]) -> None:
         self._db.executemany("DELETE FROM objects WHERE tenant = ? AND key = ?", [(tenant, key) for key in keys])
 
-    def owners(self, session_ids: list[str]) -> dict[str, tuple[str, int]]:
+    def owners(self, session_ids: list[str]) -> dict[str, Owner]:
         found = {}
         for session_id in session_ids:
             row = self._db.execute(
-                "SELECT worker, epoch FROM sessions WHERE session_id = ? AND NOT released", (session_id,)
+                "SELECT worker, epoch, released FROM sessions WHERE session_id = ?", (session_id,)
             ).fetchone()
             if row is not None:
-                found[session_id] = (row[0], row[1])
+                found[session_id] = Owner(row[0], row[1], bool(row[2]))
         return found
 
     def list_sessions(self, tenant: str) -> list[tuple[SessionRecord, int, bool]]:

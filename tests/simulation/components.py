@@ -21,6 +21,7 @@ from router.metrics import Metrics
 from tests.simulation.loop import Process
 from tests.simulation.network import NOBODY
 from tests.simulation.world import World
+from workers.engine.messages import Submission
 from workers.models.parallel import Shard
 from workers.serving.rank_server import RankServer
 from workers.serving.worker_server import WorkerServer
@@ -177,6 +178,14 @@ class Worker:
         async def lead(rank: int, group: Any, on_lost: Callable[[str], None]) -> None:
             server = WorkerServer(*identity, on_lost, node=node, group=group)
             address = await server.start(self.ranks[rank].host, lambda: followers)
+            submit = server._leader.submit
+
+            def checked_submit(submission: Submission) -> None:
+                if not submission.ephemeral:
+                    world.submitted(name, submission.session_id, submission.epoch)
+                submit(submission)
+
+            server._leader.submit = checked_submit  # type: ignore[method-assign]
             self.leader = server
             self.address = WorkerAddress(self.name, self.incarnation, address, engine.max_running_requests)
 

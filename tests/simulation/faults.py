@@ -95,6 +95,7 @@ class Faults:
         if not process.paused and process.alive:
             seconds = self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0, 9.0))
             self.cluster.trace(f"{process.name} stops for {seconds} s")
+            self.cluster.held_up = True
             process.pause()
             self._later(seconds, lambda: self._wake(process))
 
@@ -108,6 +109,7 @@ class Faults:
         ranks = [rank.host for worker in self.cluster.workers for rank in worker.ranks]
         one, other = self.rng.choice([*hosts, *ranks, self.cluster.supervisor.host]), self.rng.choice(ranks)
         ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
+        self.cluster.held_up = True
         for source, target in ways:
             self.cluster.trace(f"nothing gets from {source} to {target}")
             self.cluster.network.cut(source, target)

@@ -46,10 +46,13 @@ class World:
         self.engine_config, self.router_config = ENGINE, ROUTER
         self.supervisor: Process
         self.owners: dict[tuple[str, int], str] = {}
+        self.pins: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.sessions_migrated = 0
         self.disturbed = False
         """Whether a fault was injected, or clocks differ, which makes leases expire early."""
+        self.held_up = False
+        """Whether anything may have arrived much later than it was sent."""
 
     def violated(self, what: str) -> None:
         self.trace(f"VIOLATION {what}")
@@ -67,6 +70,12 @@ class World:
 
     def journal(self, router: str) -> SimulatedJournal:
         return SimulatedJournal(self.disk, router, self._wrote)
+
+    def submitted(self, worker: str, session_id: str, epoch: int) -> None:
+        """Law L11: under one epoch, a session has one worker. So a worker can tell what was sent before it left."""
+        pin = self.pins.setdefault((session_id, epoch), worker)
+        if pin != worker:
+            self.violated(f"L11: {session_id} has turns on {pin} and {worker} under epoch {epoch}")
 
     def _wrote(self, router_name: str, session_id: str, epoch: int) -> None:
         """Law L11: under one epoch, one router writes."""

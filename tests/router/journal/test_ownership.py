@@ -12,7 +12,7 @@ from holdfast.errors import (
     SessionReleased,
     StaleEpoch,
 )
-from router.journal.interface import Journal
+from router.journal.interface import Journal, Owner
 from router.journal.redis import RedisJournal
 from router.journal.sqlite import SqliteJournal
 from tests.router.journal.records import LEASE_S, Connect, ids, take, turn
@@ -93,7 +93,7 @@ async def test_only_a_session_at_rest_is_moved(journal: Journal, connect: Connec
     assert await other.move("s", epoch, "w1@1") == epoch + 1, "by any router"
     with pytest.raises(StaleEpoch):
         await journal.move("s", epoch, "w2@1")
-    assert (await journal.owners(["s"])) == {"s": ("w1@1", epoch + 1)}
+    assert (await journal.owners(["s"])) == {"s": Owner("w1@1", epoch + 1)}
     await journal.begin_turn("s", epoch + 1, "t2", 3, ids(4), b"")
     with pytest.raises(SessionBusy):
         await other.move("s", epoch + 1, "w2@1")
@@ -153,10 +153,13 @@ async def test_a_fork_is_its_maker_s(journal: Journal, connect: Connect) -> None
 # ---- Redis ------------------------------------------------------------------------------------------
 
 
-async def test_owners_are_those_of_living_sessions(journal: Journal) -> None:
+async def test_owners_are_those_of_known_sessions(journal: Journal) -> None:
     for name in ("a", "b"):
         await take(journal, name)
         await journal.pin(name, 0, f"worker-of-{name}")
-    await journal.release("b", "me")
-    assert await journal.owners(["a", "b", "unknown"]) == {"a": ("worker-of-a", 1)}
+    released = await journal.release("b", "me")
+    assert await journal.owners(["a", "b", "unknown"]) == {
+        "a": Owner("worker-of-a", 1),
+        "b": Owner("worker-of-b", released.epoch, released=True),
+    }
     assert await journal.owners([]) == {}
