@@ -133,7 +133,7 @@ def _zero_a_step_late(self: SimulatedRank) -> None:
     last[:] = [(group.index, group.pool.take_freed()) for group in self.cache.groups if self._zeroes]
 
 
-def _look_at_none(arena: memoryview, found: Any, size: int) -> Any:
+def _look_at_none(arena: memoryview, found: Any, size: int, buffer: bytearray) -> Any:
     return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
 
 

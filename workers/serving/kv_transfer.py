@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from holdfast import tls
 from holdfast.errors import DeadlineExceeded, HoldfastError, MigrationRefused
@@ -59,7 +59,7 @@ class KVServer(kv_pb2_grpc.KVServiceServicer):
                         group=group,
                         columns=pack_tokens(array("i", part)),
                         data=b"".join(pages),
-                        crcs=[zlib.crc32(page) for page in pages],
+                        crcs=[crc32(page) for page in pages],
                     )
         except HoldfastError as error:
             await abort_with(context, error)
@@ -132,7 +132,7 @@ def _pages_of(chunk: kv_pb2.Pages, missing: Columns, page_bytes: Sequence[int]) 
         raise _DamagedPages(f"received {len(columns)} pages of group {group} in {len(chunk.data)} bytes")
     pages = [chunk.data[i * size : (i + 1) * size] for i in range(len(columns))]
     for column, page, crc in zip(columns, pages, chunk.crcs, strict=True):
-        if zlib.crc32(page) != crc:
+        if crc32(page) != crc:
             raise _DamagedPages(f"page {column} of group {group} does not match its checksum")
     return columns, pages
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
 from holdfast.v1 import rank_pb2, store_pb2
 from workers.config import EngineConfig
@@ -195,7 +196,7 @@ class PageCopies:
         kv.read_pages_into(group, [waiting.filled.page for waiting, _ in wanted], targets)
         # Asked after the pages were read: whoever may write one has had it dropped before.
         unchanged = [self._events.is_unchanged(waiting.filled, waiting.num_drops) for waiting, _ in wanted]
-        return [zlib.crc32(target) if same else None for target, same in zip(targets, unchanged, strict=True)]
+        return [crc32(target) if same else None for target, same in zip(targets, unchanged, strict=True)]
 
     # ---- from the store ------------------------------------------------------------------------------
 
@@ -253,18 +254,18 @@ class PageCopies:
         size = rank.kv.page_bytes[group]
         per_chunk = max(1, LOAD_BYTES // size)
         chunks = [found[first : first + per_chunk] for first in range(0, len(found), per_chunk)]
-        # A chunk is looked at while the one before it is written.
-        looks = [self._loop.run_in_executor(self._thread, _look, arena, chunk, size) for chunk in chunks]
         all_damaged = list[_Found]()
-        try:
-            for look in looks:
-                pages, damaged = await look
-                all_damaged += damaged
-                columns, data = [each.column for each, _ in pages], [data for _, data in pages]
-                await result_of(self._owner.call(partial(write_pages, rank, request, group, columns, data)))
-        finally:
-            for look in looks:
-                look.cancel()
+        # A chunk is looked at while the one before it is written. Small buffers that are used again stay in the
+        # processor's caches: a page comes from memory once, and goes there once.
+        buffers = itertools.cycle([bytearray(per_chunk * size), bytearray(per_chunk * size)])
+        looks = (self._loop.run_in_executor(self._thread, _look, arena, chunk, size, next(buffers)) for chunk in chunks)
+        look = next(looks, None)
+        while look is not None:
+            pages, damaged = await look
+            look = next(looks, None)
+            all_damaged += damaged
+            columns, data = [each.column for each, _ in pages], [data for _, data in pages]
+            await result_of(self._owner.call(partial(write_pages, rank, request, group, columns, data)))
         self.counters["kv_copies_damaged"] += len(all_damaged)
         return all_damaged
 
@@ -273,9 +274,17 @@ def _has_all(pinned: store_pb2.Pinned) -> bool:
     return all(offset >= 0 for places in pinned.groups for offset in places.offsets)
 
 
-def _look(arena: memoryview, found: Sequence[_Found], size: int) -> tuple[list[tuple[_Found, bytes]], list[_Found]]:
-    """Copies that match their checksums, and those that do not. What was checked is what is used: it is read once."""
-    read = [(each, bytes(arena[each.offset : each.offset + size])) for each in found]
-    matches = [zlib.crc32(data) == each.crc for each, data in read]
+def _look(
+    arena: memoryview, found: Sequence[_Found], size: int, buffer: bytearray
+) -> tuple[list[tuple[_Found, memoryview]], list[_Found]]:
+    """Copies that match their checksums, in ``buffer``, and those that do not.
+
+    What was checked is what is used: it is read once.
+    """
+    view = memoryview(buffer)
+    read = [(each, view[i * size : (i + 1) * size]) for i, each in enumerate(found)]
+    for each, data in read:
+        data[:] = arena[each.offset : each.offset + size]
+    matches = [crc32(data) == each.crc for each, data in read]
     right = [pair for pair, is_right in zip(read, matches, strict=True) if is_right]
     return right, [each for each, is_right in zip(found, matches, strict=True) if not is_right]

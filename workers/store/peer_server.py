@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import store_pb2, store_pb2_grpc
@@ -108,7 +108,7 @@ def take(contents: Contents, message: store_pb2.PeerCopies, *, is_replica: bool)
     size, taken = len(data) // len(keys), list[Copy]()
     for i, (key, owner, crc) in enumerate(zip(keys, message.session_ids, message.crcs, strict=True)):
         page = data[i * size : (i + 1) * size]
-        if zlib.crc32(page) != crc:
+        if crc32(page) != crc:
             contents.copies.counters["damaged"] += 1
             continue
         copy = contents.put(key, owner, crc, page, is_replica=is_replica)

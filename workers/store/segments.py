@@ -13,11 +13,12 @@ import fcntl
 import logging
 import os
 import struct
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from zlib_ng.zlib_ng import crc32
 
 from workers.store.copies import is_of_tenant
 
@@ -83,7 +84,7 @@ class Segments:
             return
         name = owner.encode()
         fields = HEADER.pack(ALIVE, len(key), len(name), len(data), crc) + key + name
-        head = fields + CRC.pack(zlib.crc32(fields[len(ALIVE) :]))
+        head = fields + CRC.pack(crc32(fields[len(ALIVE) :]))
         size = len(head) + len(data)
         if size > self._segment_bytes:
             return
@@ -110,7 +111,7 @@ class Segments:
         file = self._files[record.segment]
         file.seek(record.at)
         data = file.read(record.size)
-        if len(data) != record.size or zlib.crc32(data) != record.crc:
+        if len(data) != record.size or crc32(data) != record.crc:
             self.counters["disk_damaged"] += 1
             self._delete([key])
             return None
@@ -146,7 +147,7 @@ class Segments:
             at = offset + HEADER.size + len(names)
             fields = HEADER.pack(mark, key_len, owner_len, size, crc)[len(ALIVE) :] + names[: -CRC.size]
             is_whole = len(names) == key_len + owner_len + CRC.size and at + size <= total
-            if mark not in (ALIVE, DEAD) or not is_whole or CRC.pack(zlib.crc32(fields)) != names[-CRC.size :]:
+            if mark not in (ALIVE, DEAD) or not is_whole or CRC.pack(crc32(fields)) != names[-CRC.size :]:
                 break
             if mark == ALIVE:
                 owner = names[key_len : key_len + owner_len].decode(errors="replace")
