@@ -27,8 +27,8 @@ from workers.store.client import StoreClient, StoreUnavailable
 from workers.store.copies import nobody_of
 
 log = logging.getLogger("holdfast.store")
-LOAD_BYTES = 2 * 1024 * 1024
-"""Written between two steps: a millisecond or so."""
+LOAD_BYTES = 4 * 1024 * 1024
+"""Written between two steps: a millisecond or less."""
 COPY_BYTES = 2 * 1024 * 1024
 GATHER_S = 0.25
 """Between two looks at what was filled: a request for each page would cost more than the copying."""
