@@ -95,6 +95,7 @@ class RouterServer:
     async def start(self) -> tuple[int, int]:
         """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0."""
         await self._journal.start()
+        self.core.start()
         limits = {
             "grpc.max_receive_message_length": self.config.max_message_bytes,
             "grpc.max_concurrent_streams": MAX_STREAMS,

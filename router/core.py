@@ -9,6 +9,7 @@ from router.batches.store import Batches
 from router.config import RouterConfig
 from router.control_plane import ControlPlane
 from router.fleet.fleet import Fleet
+from router.fleet.homes import Homes
 from router.fleet.migration import Migrator
 from router.fleet.placement import Placement
 from router.fleet.sweeper import Sweeper
@@ -39,8 +40,8 @@ class RouterCore:
         self.live = LiveTurns(config, self.keyring, metrics)
         self.sessions = Sessions(journal, config.max_queued_turns_per_session, config.token_timeout_s)
         self.sweeper = Sweeper(journal, config.control_timeout_s)
-        self.fleet = Fleet(config.worker_lease_s, placement, self.sweeper.sweep)
-        self.sweeper.start(self.fleet.alive)
+        self.homes = Homes(journal)
+        self.fleet = Fleet(config.worker_lease_s, placement, self.homes, self.sweeper.sweep)
         self.control_plane = ControlPlane(config.control_plane)
         self.migrator = Migrator(config, self.fleet, journal, self.sweeper, metrics)
         self.inputs = InputEncoder(codec, self.fleet)
@@ -59,11 +60,17 @@ class RouterCore:
             lambda: self.control_plane.degraded,
         )
 
+    def start(self) -> None:
+        """Begin what goes on beside the turns. The journal has been started."""
+        self.sweeper.start(self.fleet.alive)
+        self.homes.start(self.fleet.alive)
+
     async def close(self) -> None:
         """Settle the turns that have ended, then close the links."""
         await self.gateway.close()
         await self.control_plane.close()
         await self.sweeper.close()
+        await self.homes.close()
         await self.fleet.close()
         self.audit_log.close()
         if self.tracing is not None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from holdfast.errors import WorkerNotFound
+from router.fleet.homes import Homes
 from router.fleet.link import Home, WorkerAddress, WorkerLink
 from router.fleet.placement import Placement
-
-MAX_LOST = 1024
-"""Lost workers whose homes are remembered."""
 
 
 class Fleet:
@@ -19,24 +16,21 @@ class Fleet:
     ``on_attached`` is called whenever a link is established, also after a reconnect.
     """
 
-    def __init__(self, lease_s: float, placement: Placement, on_attached: Callable[[WorkerLink], None]) -> None:
+    def __init__(
+        self, lease_s: float, placement: Placement, homes: Homes, on_attached: Callable[[WorkerLink], None]
+    ) -> None:
         self._lease_s = lease_s
         self._placement = placement
+        self._homes = homes
         self._on_attached = on_attached
         self._links: dict[str, WorkerLink] = {}
-        self._homes: OrderedDict[str, Home] = OrderedDict()
-        """Of lost workers."""
 
     async def set_workers(self, addresses: list[WorkerAddress]) -> None:
         """Replace the set of workers. A new incarnation of a worker replaces the previous one."""
         announced = {address.name: address for address in addresses}
         for name in [name for name in self._links if name not in announced]:
-            link = self._links.pop(name)
             self._placement.forget(name)
-            self._homes[name] = link.home
-            if len(self._homes) > MAX_LOST:
-                self._homes.popitem(last=False)
-            await link.close()
+            await self._links.pop(name).close()
         for name, address in announced.items():
             if name not in self._links:
                 self._links[name] = WorkerLink(address, self._lease_s, self._on_attached)
@@ -46,10 +40,10 @@ class Fleet:
         link = self._links.get(name)
         return link if link is not None and link.alive else None
 
-    def home(self, name: str) -> Home:
+    async def home(self, name: str) -> Home:
         """Of a worker that a pin names, also if it is lost."""
         link = self._links.get(name)
-        return link.home if link is not None else self._homes.get(name, Home())
+        return link.home if link is not None and link.home.nodes else await self._homes.of(name)
 
     def near(self, home: Home) -> list[str]:
         """The workers whose nodes have copies of that worker's KV."""

@@ -118,7 +118,7 @@ class Dispatch:
     async def _pin(self, turn: LiveTurn, session: Session, link: WorkerLink) -> None:
         """Pin the session to a worker. KV on a previous worker that is alive is migrated."""
         record = session.record
-        previous = self._fleet.link(record.worker)
+        home, previous = await self._fleet.home(record.worker), self._fleet.link(record.worker)
         if previous is not None and previous is not link:
             with turn.request.trace.step("migrate", source=previous.name, target=link.name):
                 await self._migrator.prefetch(session.session_id, turn.epoch, previous, link)
@@ -127,7 +127,7 @@ class Dispatch:
         except HoldfastError:
             self._sweeper.sweep(link)
             raise
-        session.kv_nodes = self._fleet.home(record.worker).nodes
+        session.kv_nodes = home.nodes
         record.worker = link.name
         if previous is not None and previous is not link:
             self._sweeper.sweep(previous)
@@ -140,7 +140,7 @@ class Dispatch:
 
     async def _choose(self, turn: LiveTurn) -> WorkerLink:
         deadline = time.monotonic() + self._config.worker_wait_s
-        home = self._fleet.home(turn.session.record.worker) if turn.session is not None else Home()
+        home = await self._fleet.home(turn.session.record.worker) if turn.session is not None else Home()
         request = turn.request
         while True:
             # The router's own count: it includes turns that are placed but not in a beat yet.

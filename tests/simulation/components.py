@@ -97,6 +97,7 @@ class Router:
             journal = world.journal(process.name)
             await journal.start()
             core = RouterCore(world.router_config, journal, _Codec(), Metrics(), Keyring())  # type: ignore[arg-type]
+            core.start()
             server = world.network.server()
             session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(core), server)
             await core.fleet.set_workers(workers)

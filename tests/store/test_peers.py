@@ -104,6 +104,23 @@ async def test_a_lost_nodes_session_is_read_from_the_node_that_has_its_copies(
         await replicated(nodes["c"], nodes["b"])
 
 
+async def test_a_router_that_starts_after_a_node_was_lost_knows_where_its_copies_are(tmp_path: Path) -> None:
+    says = await plain(tmp_path)
+    async with three_nodes(tmp_path, "ac") as (nodes, cluster, stub):
+        await begin_on(cluster, stub, "s", "wa", FIRST)
+        await replicated(nodes["a"], nodes["b"])
+        homes = cluster.router.core.homes
+        await until(lambda: "wa@1" in homes._homes, 10, "the journal to have it")
+        await lose_node(nodes, cluster, "a")
+        config = cluster.router.config
+        cluster.lose_router()
+        await cluster.start_router(replace(config, port=0, grpc_port=0))
+        await cluster.announce()
+        async with cluster.channel(-1) as channel:
+            said, cached = await turn(Stub(channel), "s", SECOND)
+        assert said == says[1] and cached >= 300 + 12 - 8, "not computed again"
+
+
 async def test_a_lost_nodes_session_goes_on_where_its_copies_are(tmp_path: Path) -> None:
     says = await plain(tmp_path)
     async with three_nodes(tmp_path, "abc") as (nodes, cluster, stub):
