@@ -26,6 +26,13 @@ class Metrics:
         self.rejected = Counter("holdfast_rejected_turns", "Turns refused with 429", registry=r)
         self.resumed = Counter("holdfast_resumed_turns", "Turns resumed here, of routers that were lost", registry=r)
         self.failovers = Counter("holdfast_failovers", "Live turns failed over from a lost worker", registry=r)
+        self.recomputed = Counter(
+            "holdfast_recomputed_tokens",
+            "Tokens of sessions' histories that were computed again: failover (their worker was lost), moved (another "
+            "worker was chosen), evicted (from a worker that they had been on)",
+            ["reason"],
+            registry=r,
+        )
         self.migrations = Counter(
             "holdfast_migrations",
             "Session migrations: migrated with their KV, or refused",

@@ -128,6 +128,7 @@ class Dispatch:
             self._sweeper.sweep(link)
             raise
         session.kv_nodes = home.nodes
+        turn.moved = bool(record.worker)
         record.worker = link.name
         if previous is not None and previous is not link:
             self._sweeper.sweep(previous)

@@ -155,8 +155,10 @@ class Relay:
             )
         turn.tokens.extend(update.tokens)
         turn.num_scored += len(update.input_logprobs)
-        if turn.cached_len is None and update.HasField("cached_len"):
-            turn.cached_len = update.cached_len
+        if update.HasField("cached_len"):
+            self._count_recomputed(turn, update.cached_len)
+            if turn.cached_len is None:
+                turn.cached_len = update.cached_len
         if update.HasField("speculation"):
             turn.speculated(update.speculation)
         if update.finish_reason in ("stop", "length"):
@@ -173,6 +175,14 @@ class Relay:
             matched=getattr(update, matched) if matched else None,
             speculation=turn.speculation,
         )
+
+    def _count_recomputed(self, turn: LiveTurn, cached_len: int) -> None:
+        """The present submission found so many tokens of its history."""
+        # The last token's KV is not computed until the next one is.
+        count, turn.history_len = max(0, turn.history_len - 1 - cached_len), 0
+        if count:
+            lost = turn.resubmitted_at is not None
+            self._metrics.recomputed.labels("failover" if lost else "moved" if turn.moved else "evicted").inc(count)
 
     async def _complete(self, turn: LiveTurn, finish: str) -> None:
         """Make the turn's tokens the session's."""

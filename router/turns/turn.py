@@ -98,6 +98,10 @@ class LiveTurn:
     submission: str = ""
     """The turn's id on its worker. Unique for each submission: updates of an earlier one may arrive late."""
     cached_len: int | None = None
+    history_len: int = 0
+    """Tokens that were computed before the present submission, until it is known how many had to be again."""
+    moved: bool = False
+    """Its session came from another worker with it."""
     num_scored: int = 0
     """Input tokens whose logprobs are there: the next worker need not compute them again."""
     speculation: session_pb2.Speculation = field(default_factory=session_pb2.Speculation)
@@ -153,6 +157,9 @@ class LiveTurn:
     def new_submission(self) -> str:
         """The turn is about to be sent to its worker. Returns its id there."""
         self._enter(TurnState.RUNNING)
+        self.history_len = len(self.tokens) if self.num_output else self.keep_len
+        if self.request.sampling.HasField("logprob_start"):
+            self.history_len = 0  # what is scored is computed in any case
         self.earlier_speculation = self.speculation
         self.submission = f"{self.request.turn_id}/{uuid.uuid4().hex}"
         return self.submission

@@ -225,6 +225,7 @@ def test_a_paused_scheduler_computes_nothing_and_keeps_its_turns() -> None:
     played.step()
     played.scheduler.paused = True
     assert not played.step().work and not played.scheduler.has_work and len(played.scheduler.running) == 2
+    (computed,) = {slot.committed_len for slot in played.cache.slots.values()}
     played.scheduler.retract_all()
     assert list(played.scheduler.waiting) == turns and not played.scheduler.running
     played.cache.flush()
@@ -233,3 +234,4 @@ def test_a_paused_scheduler_computes_nothing_and_keeps_its_turns() -> None:
     while played.scheduler.turns:
         played.step()
     assert [turn.num_output for turn in turns] == [8, 8]
+    assert played.scheduler.num_recomputed == 2 * computed

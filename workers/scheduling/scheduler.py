@@ -97,6 +97,8 @@ class Scheduler:
         self.running: dict[str, Turn] = {}
         self.turns: dict[str, Turn] = {}
         self.num_retracted = 0
+        self.num_recomputed = 0
+        """Tokens of retracted turns whose KV was evicted before they were admitted again."""
         self.paused = False
         """Plans compute nothing, and turns wait."""
         self._busy: dict[str, str] = {}
@@ -372,4 +374,6 @@ class Scheduler:
             return False
         if turn.cached_len is None:
             turn.cached_len = cached_len
+        else:
+            self.num_recomputed += max(0, turn.keep_len - cached_len)
         return True
