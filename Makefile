@@ -53,6 +53,12 @@ bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.kv_tiers
+	$(BIN)/python -m benchmarks.kv_nodes
+	$(BIN)/python -m benchmarks.kv_resume
+	$(BIN)/python -m benchmarks.kv_restart
+	$(BIN)/python -m benchmarks.kv_copies
+	$(BIN)/python -m benchmarks.tls
 
 proto: $(VENV)/installed  ## the stubs, from the .proto files
 	$(BIN)/python scripts/generate_stubs.py

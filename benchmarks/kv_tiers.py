@@ -9,6 +9,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.common import long_context_model, save, serving
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 
-HISTORIES, KILL_AT, TOKENS_OUT = (1024, 8192, 32_768), 20, 60
+HISTORIES, KILL_AT, TOKENS_OUT = (1024, 8192, 32_768), 20, 300
 STORE_GB = 1.0
 
 
@@ -33,25 +34,38 @@ class Sessions:
         workers: list[dict[str, Any]] = (await self._http.get("/holdfast/workers")).json()
         return workers
 
-    async def turn(self, session_id: str, tokens: list[int], *, kill: bool = False) -> float:
-        """The longest wait for a token; of a turn whose worker is killed, after that."""
+    async def turn(
+        self, session_id: str, tokens: list[int], kill: Callable[[dict[str, Any]], None] | None = None
+    ) -> float:
+        """The longest wait for a token; of a turn whose worker, as ``workers`` shows it, is killed, after that."""
         sampling = pb.Sampling(max_tokens=TOKENS_OUT, ignore_eos=True)
         request = pb.GenerateRequest(session_id=session_id, tokens=pb.TokenIds(ids=tokens), sampling=sampling)
-        arrivals, killed_at = [time.perf_counter()], 0.0
+        arrivals, killed_at, pin = [time.perf_counter()], 0.0, ""
         async for answer in self._stub.Generate(request):
             arrivals += [time.perf_counter()] * len(answer.tokens)
-            if kill and not killed_at and len(arrivals) > KILL_AT:
-                pin = (await self._stub.Get(pb.GetRequest(session_id=session_id))).worker_id
-                pid = next(int(w["pid"]) for w in await self.workers() if w["worker_id"] == pin)
-                os.kill(pid, signal.SIGKILL)
+            if kill is not None and not killed_at and len(arrivals) > KILL_AT:
+                pin = await self._pin(session_id)
+                kill(next(worker for worker in await self.workers() if worker["worker_id"] == pin))
                 killed_at = time.perf_counter()
         assert len(arrivals) == TOKENS_OUT + 1, "a token was lost or came twice"
+        assert kill is None or await self._pin(session_id) != pin, "the turn was over before its worker died"
         later = [t for t in arrivals if t > killed_at]
         return max(b - a for a, b in itertools.pairwise([killed_at, *later] if kill else arrivals))
+
+    async def _pin(self, session_id: str) -> str:
+        return (await self._stub.Get(pb.GetRequest(session_id=session_id))).worker_id
 
     async def whole(self) -> None:
         while len(await self.workers()) < 2:
             await asyncio.sleep(0.2)
+
+
+def history(number: int, length: int) -> list[int]:
+    return [10 + (number * 7919 + length + i * 17) % 2000 for i in range(length)]
+
+
+def kill_9(worker: dict[str, Any]) -> None:
+    os.kill(int(worker["pid"]), signal.SIGKILL)
 
 
 async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
@@ -63,15 +77,15 @@ async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
         grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
     ):
         sessions = Sessions(session_pb2_grpc.SessionServiceStub(channel), http)
-        for history in HISTORIES:
+        for length in HISTORIES:
             waits = []
             for number in range(rounds):
-                name = f"s{history}-{number}"
-                await sessions.turn(name, [10 + (number * 7919 + history + i * 17) % 2000 for i in range(history)])
+                name = f"s{length}-{number}"
+                await sessions.turn(name, history(number, length))
                 await asyncio.sleep(1.0)  # as long as a user takes at least
-                waits.append(await sessions.turn(name, [5, 6, 7], kill=True))
+                waits.append(await sessions.turn(name, [5, 6, 7], kill_9))
                 await sessions.whole()
-            found[str(history)] = round(1000 * statistics.median(waits), 1)
+            found[str(length)] = round(1000 * statistics.median(waits), 1)
     return found
 
 
