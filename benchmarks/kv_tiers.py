@@ -53,7 +53,8 @@ class Sessions:
         return max(b - a for a, b in itertools.pairwise([killed_at, *later] if kill else arrivals))
 
     async def _pin(self, session_id: str) -> str:
-        return (await self._stub.Get(pb.GetRequest(session_id=session_id))).worker_id
+        session: pb.Session = await self._stub.Get(pb.GetRequest(session_id=session_id))
+        return session.worker_id
 
     async def whole(self) -> None:
         while len(await self.workers()) < 2:

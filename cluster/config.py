@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 from router.access.keys import ROLES, given_key
 from router.config import RouterConfig
 from router.journal.interface import MAX_SESSIONS_PER_TENANT, TOMBSTONE_RETENTION_S
+from router.tracing import check_tracing
 from workers.config import BUNDLED_MODEL, EngineConfig
 
 MAX_PORT = 65535
@@ -204,6 +205,8 @@ class Config(BaseModel):
             raise ConfigError("kv_disk_path, kv_disk_size: a disk for copies of KV needs both")
         if self.kv_disk_path is not None and not self.has_kv_store:
             raise ConfigError("kv_disk_path: needs hicache_size or hicache_ratio, for copies go to disk from memory")
+        if self.otlp_traces_endpoint is not None:
+            check_tracing()
         if not (self.api_key or self.admin_api_key or self.api_key_file or self.no_auth or _is_loopback(self.host)):
             raise ConfigError(
                 f"host: {self.host} can be reached by others, who could do everything: set api_key_file "

@@ -7,6 +7,7 @@ have lengths, names and ids, and never text. Without an exporter nothing is made
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -126,11 +127,18 @@ class Tracing:
 
 
 def start_tracing(endpoint: str | None, service_name: str) -> Tracing | None:
-    """None without an endpoint. Raises ConfigError if OpenTelemetry is not installed."""
+    """None without an endpoint. Raises ConfigError as ``check_tracing`` does."""
     if endpoint is None:
         return None
+    check_tracing()
+    return Tracing(endpoint, service_name)
+
+
+def check_tracing() -> None:
+    """Raises ConfigError if OpenTelemetry is not installed."""
     try:
-        return Tracing(endpoint, service_name)
+        for name in ("opentelemetry.sdk.resources", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
+            importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"otlp_traces_endpoint: needs OpenTelemetry's exporter, pip install 'holdfast[tracing]' ({error})"

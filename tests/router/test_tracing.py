@@ -15,6 +15,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from cluster.config import Config
 from holdfast.errors import ConfigError
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
@@ -103,6 +104,23 @@ async def test_a_turns_steps_are_in_its_callers_trace_through_a_failover(tmp_pat
     assert SECRET.encode() not in receiver.raw and text.encode() not in receiver.raw
 
 
+async def test_a_migration_is_a_step_of_the_turn_that_waits_for_it(tmp_path: Path, receiver: Receiver) -> None:
+    async with (
+        running(tmp_path, otlp_traces_endpoint=receiver.url) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60, headers={"X-Session-ID": "s"}) as http,
+    ):
+        body = {**BODY, "stream": False}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        source = cluster.router.core.fleet.worker(cluster.pinned_to("s"))
+        source.stats.draining = True  # until its next beat
+        assert (await http.post("/v1/completions", json=body, headers=PARENT)).status_code == 200
+        target = cluster.router.core.fleet.worker(cluster.pinned_to("s"))
+        assert target is not source
+    migrated, turn = receiver.one("migrate"), receiver.one("turn")
+    assert migrated.parent_span_id == turn.span_id
+    assert attributes(migrated) == {"source": source.name, "target": target.name}
+
+
 async def test_a_call_without_a_trace_begins_one_and_a_refused_turn_says_why(
     tmp_path: Path, receiver: Receiver
 ) -> None:
@@ -135,6 +153,8 @@ async def test_a_receiver_that_is_not_there_costs_nothing_but_the_traces(
 
 
 def test_tracing_without_opentelemetry_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Config(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces")
+    wanted.check()
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ConfigError, match=r"pip install 'holdfast\[tracing\]'"):
-        tracing.start_tracing("http://127.0.0.1:1/v1/traces", "m")
+        wanted.check()
