@@ -12,6 +12,7 @@ from holdfast.v1 import worker_pb2
 from holdfast.worker_metrics import WorkerCollector
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+RECOMPUTED_REASONS = ("failover", "moved", "evicted")
 INTER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -53,6 +54,12 @@ class Metrics:
         self.inter_token = Histogram(
             "holdfast_inter_token_seconds", "Between a turn's tokens", buckets=INTER_TOKEN_BUCKETS, registry=r
         )
+
+    def recomputed_by_reason(self) -> dict[str, int]:
+        """Tokens that were computed again since this router started."""
+        samples = [sample for metric in self.recomputed.collect() for sample in metric.samples]
+        totals = {s.labels["reason"]: int(s.value) for s in samples if s.name.endswith("_total")}
+        return {reason: totals.get(reason, 0) for reason in RECOMPUTED_REASONS}
 
     def observe_tokens(self, count: int, after_s: float, first: bool) -> None:
         """``count`` tokens of a turn arrived, ``after_s`` after the request or the tokens before them."""

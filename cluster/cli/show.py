@@ -15,9 +15,9 @@ from cluster.cli.client import call, client_options, get_rows, print_rows
 def status(url: str, api_key: str | None, as_json: bool) -> None:
     """Show the workers: their processes, pages and turns."""
     workers = get_rows(url, "/holdfast/workers", api_key)
-    degraded = call("GET", url, "/holdfast/router", api_key)["degraded"]
-    if degraded:
-        click.echo(f"degraded: {degraded}", err=True)
+    router = call("GET", url, "/holdfast/router", api_key)
+    if router["degraded"]:
+        click.echo(f"degraded: {router['degraded']}", err=True)
     columns = {"worker_id": "worker", "incarnation": "incarnation", "pid": "pid", "sessions": "sessions"}
     columns |= {"running": "running", "waiting": "waiting", "retracted": "retracted", "metrics_url": "metrics"}
     print_rows(workers, columns, as_json)
@@ -30,6 +30,15 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
         rows = [{"worker_id": worker["worker_id"]} | worker["kv_store"] for worker in stores]
         columns |= {"disk_bytes_used": "on disk", "replicas": "also on", "waiting": "pages to copy"}
         print_rows(rows, columns, as_json)
+        columns = {"worker_id": "worker", "kv_tokens_loaded": "KV tokens loaded", "kv_pages_from_memory": "from memory"}
+        columns |= {"kv_pages_from_disk": "from disk", "kv_pages_from_peers": "from other nodes"}
+        columns |= {"kv_loads_failed": "loads that failed"}
+        print_rows([dict.fromkeys(columns, 0) | worker["counters"] | worker for worker in stores], columns, as_json)
+    if not as_json:
+        retracted = sum(int(worker["counters"].get("recomputed_tokens", 0)) for worker in workers)
+        row = router["recomputed_tokens"] | {"retracted": retracted}
+        titles = {"failover": "tokens computed again: failover", "moved": "moved", "evicted": "evicted"}
+        print_rows([row], titles | {"retracted": "retracted"}, as_json)
     if not as_json and any(len(worker["ranks"]) > 1 for worker in workers):
         columns = {"worker_id": "worker", "rank": "rank", "pid": "pid", "node": "node"}
         columns |= {"log_index": "log index", "lag": "lag"}

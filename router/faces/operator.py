@@ -53,6 +53,7 @@ def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRou
             "grpc": grpc_address(),
             "live_turns": len(core.live),
             "degraded": core.control_plane.degraded,
+            "recomputed_tokens": core.metrics.recomputed_by_reason(),
         }
 
     @routes.get("/holdfast/sessions")
