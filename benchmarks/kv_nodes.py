@@ -13,14 +13,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import grpc
-import httpx
 import psutil
 from ray.cluster_utils import Cluster as RayCluster
 
-from benchmarks.common import long_context_model, save, serving
-from benchmarks.kv_tiers import HISTORIES, STORE_GB, Sessions, history
-from holdfast.v1 import session_pb2_grpc
+from benchmarks.common import long_context_model, save
+from benchmarks.kv_tiers import HISTORIES, STORE_GB, history, sessions_of
 
 REPLICATED_S = 3.0
 """As long as a user takes at least: filled pages leave for the other node meanwhile."""
@@ -40,15 +37,9 @@ async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
         # Ray's own, and what it remembers. It returns when the node is gone.
         threading.Thread(target=nodes.remove_node, args=(node, False)).start()
 
-    settings = {"model": model, "workers": 2, "max_total_tokens": 70_000, "address": nodes.address}
     found: dict[str, float] = {}
     try:
-        async with (
-            serving(**settings, hicache_size=store_gb) as cluster,
-            httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
-            grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
-        ):
-            sessions = Sessions(session_pb2_grpc.SessionServiceStub(channel), http)
+        async with sessions_of(model=model, address=nodes.address, hicache_size=store_gb) as sessions:
             for length in HISTORIES:
                 waits = []
                 for number in range(rounds):

@@ -9,7 +9,8 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ class Sessions:
             await asyncio.sleep(0.2)
 
 
+@asynccontextmanager
+async def sessions_of(**settings: Any) -> AsyncIterator[Sessions]:
+    """A client of a new cluster with two workers."""
+    async with (
+        serving(workers=2, max_total_tokens=70_000, **settings) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+        grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
+    ):
+        yield Sessions(session_pb2_grpc.SessionServiceStub(channel), http)
+
+
 def history(number: int, length: int) -> list[int]:
     return [10 + (number * 7919 + length + i * 17) % 2000 for i in range(length)]
 
@@ -72,12 +84,7 @@ def kill_9(worker: dict[str, Any]) -> None:
 async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
     """The median pause in ms by history."""
     found: dict[str, float] = {}
-    async with (
-        serving(model=model, workers=2, max_total_tokens=70_000, hicache_size=store_gb) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
-        grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
-    ):
-        sessions = Sessions(session_pb2_grpc.SessionServiceStub(channel), http)
+    async with sessions_of(model=model, hicache_size=store_gb) as sessions:
         for length in HISTORIES:
             waits = []
             for number in range(rounds):

@@ -332,7 +332,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         # Read while the engine runs: each figure is exact, but they may be of different steps.
         scheduler = self._leader.scheduler
         counters = Counter(self._leader.counters)
-        counters["recomputed_tokens"] = self._leader.scheduler.num_recomputed
+        counters["recomputed_tokens"] = scheduler.num_recomputed
         kv_store = None
         if self._copies is not None and self._loads is not None:
             counters += self._copies.counters + self._loads.counters
