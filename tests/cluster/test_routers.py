@@ -19,6 +19,9 @@ from openai import APIError, AsyncOpenAI
 from tests.cluster.served import START_DEADLINE_S, Served, serving, stream
 from tests.waiting import until
 
+LONG = 2000
+"""Tokens of a turn that still runs when a client, on a busy machine, has read its first ones and kills a process."""
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -53,7 +56,7 @@ async def test_a_router_dies_and_its_sessions_continue_at_the_other(served: Serv
         victim = router_of(served, first)
         with pytest.raises((APIError, httpx.HTTPError)):
             kill = partial(os.kill, victim.pid, signal.SIGKILL)
-            await stream(one, "s", 5, kill, prompt="Return the" + whole, num_tokens=250)
+            await stream(one, "s", 5, kill, prompt="Return the" + whole, num_tokens=LONG)
         # Its open turn is rolled back when its lease has lapsed; the session is as after its last good turn.
         answer = await two.completions.create(
             model="holdfast-tiny",
@@ -90,7 +93,7 @@ async def test_a_stopped_router_blocks_nothing_and_is_replaced(served: Served) -
 async def test_a_turns_log_records_name_it(served: Served) -> None:
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         kill = partial(os.kill, int(served.workers()[0]["pid"]), signal.SIGKILL)
-        said = await stream(client, "logged", 5, kill, prompt="Return the xyzzy", num_tokens=60)
+        said = await stream(client, "logged", 5, kill, prompt="Return the xyzzy", num_tokens=LONG)
 
     def records() -> list[dict[str, Any]]:
         lines = [line[line.find("{") :] for line in Path(served.log.name).read_text().splitlines() if "{" in line]
