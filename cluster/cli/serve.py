@@ -13,7 +13,7 @@ import click
 
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
 from cluster.guard import run_guarded
-from cluster.ray_backend.nodes import prepare_environment, use_token
+from cluster.ray_backend.nodes import gcs_storage, prepare_environment, use_token
 from holdfast.errors import HoldfastError
 from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
@@ -74,20 +74,22 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     config.engine()
     if config.journal_url is None:
         check_writable(config.journal_path)
-    code = run_guarded(lambda: _run(config), config.drain_timeout_s)
+    with gcs_storage() as is_kept:
+        keep_gcs = is_kept and config.address is None
+        code = run_guarded(lambda: _run(config, keep_gcs), config.drain_timeout_s)
     remove_stale()
     sys.exit(code)
 
 
-def _run(config: Config) -> None:
+def _run(config: Config, keep_gcs: bool) -> None:
     try:
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(config, keep_gcs))
     except HoldfastError as error:
         click.echo(f"holdfast: {error.message}", err=True)
         sys.exit(1)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, keep_gcs: bool) -> None:
     prepare_environment()
     if config.address is not None:
         use_token()
@@ -95,11 +97,13 @@ async def _serve(config: Config) -> None:
 
     from cluster.ray_backend.cluster import Cluster
     from cluster.ray_backend.connect import connect, ray_output
+    from cluster.ray_backend.gcs import GcsKeeper
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     with ray_output(config.ray_log_path) as stdout:
         connect(config)
+        keeper = GcsKeeper() if keep_gcs else None
         cluster = Cluster(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
@@ -116,4 +120,6 @@ async def _serve(config: Config) -> None:
                 started.cancel()
         finally:
             await cluster.stop()
+            if keeper is not None:
+                keeper.stop()
             ray.shutdown()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 10.0
 GCS_ABSENCE_S = 7 * 24 * 3600
 """How long a node's processes go on without the GCS."""
+STORAGE_VARIABLES = ("RAY_gcs_storage", "RAY_gcs_storage_path", "RAY_REDIS_ADDRESS")
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_FILE = Path(".ray") / "auth_token"
 
@@ -34,6 +37,21 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(GCS_ABSENCE_S))
     # Opt in to Ray's coming default of not hiding GPUs from actors without any; it warns otherwise.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextlib.contextmanager
+def gcs_storage() -> Iterator[bool]:
+    """Have the GCS of a cluster that is started inside keep its state on the disk. Yields whether it does.
+
+    Ray's embedded storage (RocksDB, REP-64; alpha in Ray 2.60) needs no Redis. Where the user chose a storage, the GCS
+    is their affair.
+    """
+    if any(name in os.environ for name in STORAGE_VARIABLES):
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-gcs-", ignore_cleanup_errors=True) as folder:
+        os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": folder}
+        yield True
 
 
 def use_token() -> None:

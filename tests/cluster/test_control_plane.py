@@ -1,8 +1,9 @@
-"""Ray's GCS dies or is stopped: turns go on and fail over, and operators are told."""
+"""Ray's GCS dies or is stopped: turns go on and fail over, operators are told, and it is started again."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,10 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.served import HOLDFAST, Served, serving
+from tests.cluster.served import HOLDFAST, START_DEADLINE_S, Served, serving
 from tests.waiting import until
 
 NOTICED_S = 30.0
+REPLACED_S = 90.0
 RAY_GIVES_UP_S = 75.0
 """By default every process of Ray ends when the GCS was gone for 60 s."""
 BODY = {"prompt": "Return the list of", "max_tokens": 400, "seed": 1, "temperature": 0.8, "ignore_eos": True}
@@ -25,6 +27,16 @@ BODY = {"prompt": "Return the list of", "max_tokens": 400, "seed": 1, "temperatu
 
 @pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("gcs")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def served_with_own_storage(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Served]:
+    """A cluster whose GCS is its user's affair, and is not started again."""
+    monkeypatch.setenv("RAY_gcs_storage", "memory")
     with serving(tmp_path_factory.mktemp("gcs")) as cluster:
         yield cluster
 
@@ -54,7 +66,8 @@ async def turn(http: httpx.AsyncClient, session: str, under_way: asyncio.Event |
     return text
 
 
-async def test_a_killed_gcs_costs_no_turn_and_no_failover(served: Served, long: bool) -> None:
+async def test_a_killed_gcs_costs_no_turn_and_no_failover(served_with_own_storage: Served, long: bool) -> None:
+    served = served_with_own_storage
     async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
         calm = await turn(http, "calm")
         began = [asyncio.Event() for _ in range(4)]
@@ -80,14 +93,41 @@ async def test_a_killed_gcs_costs_no_turn_and_no_failover(served: Served, long: 
         assert all(report["ok"] for report in served.audits())
 
 
-async def test_a_stopped_gcs_is_noticed_and_so_is_its_return(served: Served) -> None:
+def is_replaced(served: Served, gcs: psutil.Process) -> bool:
+    with contextlib.suppress(ValueError, psutil.NoSuchProcess):  # while there is none, or both
+        return gcs_of(served).pid != gcs.pid
+    return False
+
+
+async def test_a_killed_gcs_comes_back_and_what_dies_is_started_again(served: Served) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
+        calm = await turn(http, "calm")
+        for session in ("first", "second"):
+            gcs, began = gcs_of(served), asyncio.Event()
+            live = asyncio.create_task(turn(http, session, began))
+            await began.wait()
+            gcs.kill()
+            killed = served.worker_of(session)
+            os.kill(int(killed["pid"]), signal.SIGKILL)
+            assert await live == calm, "nothing waits for the GCS"
+            await until(lambda gcs=gcs: is_replaced(served, gcs), NOTICED_S, "another GCS")
+
+            def is_back(killed: dict[str, Any] = killed) -> bool:
+                return any(
+                    w["worker_id"] == killed["worker_id"] and w["pid"] != killed["pid"] for w in served.workers()
+                )
+
+            await until(is_back, START_DEADLINE_S, "the worker's next incarnation")
+        await until(lambda: health(served) == {"status": "ok"}, NOTICED_S, "the router to notice")
+    assert all(report["ok"] for report in served.audits())
+
+
+async def test_a_stopped_gcs_is_noticed_and_replaced(served: Served) -> None:
     gcs = gcs_of(served)
     assert health(served) == {"status": "ok"}
     gcs.suspend()
-    try:
-        await until(lambda: health(served)["status"] == "degraded", NOTICED_S, "the router to notice")
-        async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
-            assert await turn(http, "s")
-    finally:
-        gcs.resume()
+    await until(lambda: health(served)["status"] == "degraded", NOTICED_S, "the router to notice")
+    async with httpx.AsyncClient(base_url=served.url, timeout=90) as http:
+        assert await turn(http, "s")
+    await until(lambda: is_replaced(served, gcs), REPLACED_S, "another GCS")
     await until(lambda: health(served) == {"status": "ok"}, NOTICED_S, "the router to notice")
