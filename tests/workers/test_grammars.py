@@ -135,6 +135,23 @@ def test_a_turn_that_waits_for_its_grammar_can_be_ended() -> None:
     assert not engine.scheduler.turns and not engine.cache.slots
 
 
+def test_a_release_under_an_earlier_epoch_spares_a_turn_that_waits() -> None:
+    engine = Engine(grammar_timeout_s=1000.0)
+    given = params("regex", "[ab]{3}")
+    engine.generate("s", prompt(1))
+    slowly = Slowly(engine)
+    engine.submit("waits", "s", prompt(1), given, epoch=2)
+    released = engine.leader.release_session("s", 1)  # a sweep, which read the journal before the session came back
+    engine.commands()
+    engine.leader.step()
+    assert released.result(timeout=10) is not None and "s" not in engine.cache.slots
+    assert given.grammar is not None
+    slowly.finish(given.grammar)
+    engine.commands()
+    engine.run()
+    assert re.fullmatch("[ab]{3}", text_of(engine, "waits"))
+
+
 def test_a_grammar_has_a_deadline() -> None:
     engine = Engine(grammar_timeout_s=0.0)
     Slowly(engine)

@@ -53,6 +53,14 @@ class Gate:
 
         ready.add_done_callback(lambda _: self._put(done))
 
+    def end_session(self, session_id: str, epoch: int, reason: Finish) -> dict[str, TurnUpdate]:
+        """End a session's waiting turns, as ``end``, but those of a later owner.
+
+        A later owner's epoch is remembered only once its turn is admitted: what is sent under an earlier one, as by a
+        sweep that read the journal before, is not refused until then.
+        """
+        return self.end(lambda s: s.session_id == session_id and s.epoch <= epoch, reason)
+
     def end(self, which: Callable[[Submission], bool], reason: Finish | HoldfastError) -> dict[str, TurnUpdate]:
         """End the waiting turns for which ``which`` holds. Returns their last updates by turn id."""
         found = [turn_id for turn_id, waiting in self._waiting.items() if which(waiting.submission)]

@@ -261,7 +261,7 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
-            self._updates |= self._gate.end(lambda s: s.session_id == session_id, Finish("abort", "released"))
+            self._updates |= self._gate.end_session(session_id, epoch, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id, moved=moved)
             self.drafts.release(session_id)
