@@ -13,7 +13,7 @@ import click
 
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
 from cluster.guard import run_guarded
-from cluster.ray_backend.nodes import gcs_storage, prepare_environment, use_token
+from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment, use_token
 from holdfast.errors import HoldfastError
 from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
@@ -74,23 +74,26 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     config.engine()
     if config.journal_url is None:
         check_writable(config.journal_path)
-    with gcs_storage() as is_kept:
-        keep_gcs = is_kept and config.address is None
-        code = run_guarded(lambda: _run(config, keep_gcs), config.drain_timeout_s)
+    with gcs_storage() as storage:
+        own_gcs = storage if config.address is None else None
+        code = run_guarded(lambda: _run(config, own_gcs), config.drain_timeout_s)
     remove_stale()
     sys.exit(code)
 
 
-def _run(config: Config, keep_gcs: bool) -> None:
+def _run(config: Config, own_gcs: Path | None) -> None:
+    """``own_gcs``: where the GCS that is started here keeps its state, if its death is our affair."""
     try:
-        asyncio.run(_serve(config, keep_gcs))
+        asyncio.run(_serve(config, own_gcs))
     except HoldfastError as error:
         click.echo(f"holdfast: {error.message}", err=True)
         sys.exit(1)
 
 
-async def _serve(config: Config, keep_gcs: bool) -> None:
+async def _serve(config: Config, own_gcs: Path | None) -> None:
     prepare_environment()
+    if own_gcs is not None:
+        keep_gcs_state(own_gcs)
     if config.address is not None:
         use_token()
     import ray
@@ -98,12 +101,14 @@ async def _serve(config: Config, keep_gcs: bool) -> None:
     from cluster.ray_backend.cluster import Cluster
     from cluster.ray_backend.connect import connect, ray_output
     from cluster.ray_backend.gcs import GcsKeeper
+    from cluster.ray_backend.processes import end_with_raylet
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     with ray_output(config.ray_log_path) as stdout:
         connect(config)
-        keeper = GcsKeeper() if keep_gcs else None
+        keeper = GcsKeeper() if own_gcs is not None else None
+        watching = asyncio.create_task(end_with_raylet()) if config.address is None else None
         cluster = Cluster(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
@@ -119,6 +124,8 @@ async def _serve(config: Config, keep_gcs: bool) -> None:
             else:
                 started.cancel()
         finally:
+            if watching is not None:
+                watching.cancel()
             await cluster.stop()
             if keeper is not None:
                 keeper.stop()

@@ -16,6 +16,7 @@ import psutil
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.ray_backend.processes import runs
 from router.control_plane import CHECK_EVERY_S, SILENT, TIMEOUT_S
 
 log = logging.getLogger("holdfast.cluster")
@@ -65,7 +66,7 @@ class GcsKeeper:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = check.future(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             while not self._stopped.wait(POLL_S):
-                if not _runs(self._process):
+                if not runs(self._process):
                     return "died"
                 if not answer.done():
                     continue
@@ -83,10 +84,3 @@ class GcsKeeper:
         quiet = subprocess.DEVNULL
         started = subprocess.Popen(self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet)
         self._process = psutil.Process(started.pid)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -40,18 +40,22 @@ def prepare_environment() -> None:
 
 
 @contextlib.contextmanager
-def gcs_storage() -> Iterator[bool]:
-    """Have the GCS of a cluster that is started inside keep its state on the disk. Yields whether it does.
-
-    Ray's embedded storage (RocksDB, REP-64; alpha in Ray 2.60) needs no Redis. Where the user chose a storage, the GCS
-    is their affair.
-    """
+def gcs_storage() -> Iterator[Path | None]:
+    """Yields a folder for the state of GCSs; None where the user chose a storage, and the GCS is their affair."""
     if any(name in os.environ for name in STORAGE_VARIABLES):
-        yield False
+        yield None
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-gcs-", ignore_cleanup_errors=True) as folder:
-        os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": folder}
-        yield True
+        yield Path(folder)
+
+
+def keep_gcs_state(storage: Path) -> None:
+    """Have a GCS that is started after this keep its state on the disk, and know of none before it.
+
+    Ray's embedded storage (RocksDB, REP-64; alpha in Ray 2.60) needs no Redis.
+    """
+    path = tempfile.mkdtemp(dir=storage)
+    os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": path}
 
 
 def use_token() -> None:

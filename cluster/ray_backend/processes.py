@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -14,6 +16,8 @@ from ray.exceptions import RayError
 from holdfast.errors import HoldfastError
 from holdfast.silence import silent_for
 
+log = logging.getLogger("holdfast.cluster")
+RAYLET_CHECK_S = 0.5
 END_GRACE_S = 1.0
 """Most processes end when Ray asks them to; stopped or hanging ones do not."""
 END_TIMEOUT_S = 10.0
@@ -33,6 +37,27 @@ def end_process(pid: int, created: float) -> None:
             process.wait(END_TIMEOUT_S)
     except psutil.NoSuchProcess:
         pass
+
+
+async def end_with_raylet() -> None:
+    """End this process at once when the raylet that it has started is gone.
+
+    Every process of the node ends with its raylet, and no other can join in its place: the whole node has to be
+    started again.
+    """
+    (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+    while runs(raylet):
+        await asyncio.sleep(RAYLET_CHECK_S)
+    log.critical("the raylet of this machine is gone, and all that runs on it")
+    os._exit(1)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a child of this process runs: one that ended stays a zombie."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def death_of(actor: Any, name: str) -> str:

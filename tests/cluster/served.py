@@ -48,6 +48,15 @@ class Served:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True
         )
+        self.ready = self.next_ready()
+        self.urls = [word for word in self.ready.split() if word.startswith("http://")]
+        self.url = self.urls[0]
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.supervisor = psutil.Process(self.process.pid).children()[0]
+        """The process that supervises; ``process`` is its guard."""
+
+    def next_ready(self) -> str:
+        """Wait until it serves: after the start, or after its supervisor was killed. Returns what it says then."""
         assert self.process.stdout is not None
         line = ""
         while not line.startswith("ready: "):
@@ -56,11 +65,7 @@ class Served:
                 self.process.wait()
                 self._close()
                 raise AssertionError(f"the cluster did not start:\n{self.log_tail()}")
-        self.urls = [word for word in line.split() if word.startswith("http://")]
-        self.url = self.urls[0]
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-        self.supervisor = psutil.Process(self.process.pid).children()[0]
-        """The process that supervises; ``process`` is its guard."""
+        return line
 
     def ask(self, *words: str) -> list[dict[str, Any]]:
         """A command's answer, as JSON. The deadline only ends what hangs: machines may be busy."""

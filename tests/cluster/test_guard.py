@@ -45,14 +45,20 @@ class Guarded:
             [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self.process.stdout is not None
-        self.pids = [int(word) for word in self.process.stdout.readline().split()]
-        self.process.stdout.close()
+        self.pids = self.next_pids()
+
+    def next_pids(self) -> list[int]:
+        """Of the child that starts next, and of its own."""
+        assert self.process.stdout is not None
+        return [int(word) for word in self.process.stdout.readline().split()]
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
 
     def assert_ended(self, code: int) -> None:
         assert self.process.wait(30) == code
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         deadline = time.monotonic() + 10
         while any(map(running, self.pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -101,16 +107,50 @@ def test_a_child_that_fails_tells_why(tmp_path: Path) -> None:
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
-def test_a_killed_child_takes_its_descendants_along() -> None:
+def test_a_killed_child_takes_its_descendants_along_and_is_started_again() -> None:
     guarded = Guarded()
     os.kill(guarded.pids[0], signal.SIGKILL)
-    guarded.assert_ended(128 + signal.SIGKILL)
+    again = guarded.next_pids()
+    assert not any(map(running, guarded.pids)) and all(map(running, again))
+    guarded.pids = again
+    guarded.signal_group(signal.SIGTERM)
+    guarded.assert_ended(0)
+
+
+def test_a_signal_while_there_is_no_child_starts_none() -> None:
+    guarded = Guarded()
+    os.kill(guarded.pids[0], signal.SIGKILL)
+    while running(guarded.pids[0]):
+        time.sleep(0.01)
+    guarded.signal_group(signal.SIGTERM)
+    assert not guarded.next_pids()
+    guarded.assert_ended(0)
+
+
+def test_a_child_that_a_library_ends_is_started_again(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib, sys
+from cluster.guard import run_guarded
+
+def run():
+    ended = pathlib.Path({str(tmp_path / "ended")!r})
+    if ended.exists():
+        sys.exit(5)
+    ended.touch()
+    os._exit(1)  # as Ray's client does, when its raylet is gone
+
+sys.exit(run_guarded(run, 1.0))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 5 and "ended from outside" in done.stderr
 
 
 def test_a_killed_guard_takes_the_child_along() -> None:
     guarded = Guarded()
     guarded.process.kill()
     guarded.process.wait(10)
+    assert guarded.process.stdout is not None
+    guarded.process.stdout.close()
     deadline = time.monotonic() + 10
     while running(guarded.pids[0]) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -64,6 +66,41 @@ async def test_a_kill_9_of_everything_serving_mid_stream_and_a_restart(tmp_path:
                 tokens += answer.tokens
         assert tokens == calm, "none is lost, and none comes twice"
         assert all(report["ok"] for report in after.ask("audit"))
+
+
+def supervisor_of(served: Served) -> psutil.Process:
+    return served.supervisor
+
+
+def raylet_of(served: Served) -> psutil.Process:
+    (raylet,) = [process for process in served.family if process.name() == "raylet"]
+    return raylet
+
+
+@pytest.mark.parametrize("process_of", [supervisor_of, raylet_of])
+async def test_a_killed_supervisor_or_raylet_comes_back_and_streams_resume(
+    process_of: Callable[[Served], psutil.Process], tmp_path: Path
+) -> None:
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    with serving(tmp_path, "--workers", "1", *ports) as served:
+        async with stub_of(served) as stub:
+            calm = [token async for answer in stub.Generate(turn("calm")) for token in answer.tokens]
+            tokens = list[int]()
+            killed = False
+            with contextlib.suppress(grpc.aio.AioRpcError):  # ranks notice late that there is no raylet
+                async for answer in stub.Generate(turn("storm")):
+                    tokens += answer.tokens
+                    if len(tokens) >= 20 and not killed:
+                        killed = True
+                        process_of(served).kill()
+        before = served.family
+        ready = await asyncio.to_thread(served.next_ready)
+        assert ready == served.ready and not any(process.is_running() for process in before)
+        async with stub_of(served) as stub:
+            async for answer in stub.Generate(turn("storm", resume_from=len(tokens))):
+                tokens += answer.tokens
+        assert tokens == calm, "none is lost, and none comes twice"
+        assert all(report["ok"] for report in served.ask("audit"))
 
 
 async def test_a_stopped_supervisor_is_not_missed_and_treats_no_process_as_dead(tmp_path: Path) -> None:
