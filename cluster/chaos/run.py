@@ -159,10 +159,12 @@ class Chaos:
                     outputs = await self._play(script, name)
                 for turn, (ours, expected) in enumerate(zip(outputs, self._expected[script], strict=True)):
                     if ours != expected:
-                        at = next(i for i, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b)
-                        self.report.failures.append(f"{name} turn {turn}: differs from token {at} on")
+                        pairs = enumerate(zip(ours, expected, strict=False))
+                        at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(expected)))
+                        of = len(expected)
+                        self.report.failures.append(f"{name} turn {turn}: differs from token {at} on, of {of}")
                 await self._release(name)
-            except (TimeoutError, HoldfastError, grpc.aio.AioRpcError, StopIteration) as error:
+            except (TimeoutError, HoldfastError, grpc.aio.AioRpcError) as error:
                 self.report.failures.append(f"{name}: {error!r}")
 
     async def _play(self, script: int, name: str) -> list[list[int]]:

@@ -168,10 +168,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="keep the report in this file too")
     given = parser.parse_args()
-    text = json.dumps(asyncio.run(play(given.faults, given.seed)), indent=2)
+    report = asyncio.run(play(given.faults, given.seed))
+    text = json.dumps(report, indent=2)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")
+    if report["failures"] or report["pages leaked"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

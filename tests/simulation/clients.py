@@ -223,9 +223,9 @@ class Client:
                     turn.excused = False  # another router has taken it
                 self._take(turn, chunk)
                 if chunk.finish_reason == "abort":
-                    self.cluster.trace(f"{turn.id}: aborted after {turn.seen}")
-                    turn.excused = True
-                    turn.resumes = True
+                    if turn.checks:
+                        self.cluster.violated(f"L10: {turn.id} was aborted after {turn.seen}, and nobody asked for it")
+                    turn.excused = turn.resumes = True
                     return
                 if chunk.finish_reason:
                     self.cluster.trace(f"{turn.id}: {chunk.finish_reason} after {turn.seen}")

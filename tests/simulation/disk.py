@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +33,16 @@ class Disk:
         return self.db.in_transaction
 
     def execute(self, statement: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        self._fail_sometimes(statement)
+        return self.db.execute(statement, values)
+
+    def executemany(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> sqlite3.Cursor:
+        self._fail_sometimes(statement)
+        return self.db.executemany(statement, rows)
+
+    def _fail_sometimes(self, statement: str) -> None:
         if self.fails and statement != "ROLLBACK" and self.rng.random() < self.fails:
             raise sqlite3.OperationalError("disk I/O error")
-        return self.db.execute(statement, values)
 
 
 class SimulatedStore(SqliteStore):
