@@ -22,6 +22,7 @@ from holdfast.v1 import session_pb2_grpc
 from router import tracing
 from tests.harness import HOST, running
 from tests.ports import free_port
+from tests.waiting import until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
@@ -112,7 +113,8 @@ async def test_a_migration_is_a_step_of_the_turn_that_waits_for_it(tmp_path: Pat
         body = {**BODY, "stream": False}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         source = cluster.router.core.fleet.worker(cluster.pinned_to("s"))
-        source.stats.draining = True  # until its next beat
+        cluster.workers[source.address.worker_id]._draining = True
+        await until(lambda: source.stats.draining, 10, "a beat that says so")
         assert (await http.post("/v1/completions", json=body, headers=PARENT)).status_code == 200
         target = cluster.router.core.fleet.worker(cluster.pinned_to("s"))
         assert target is not source

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -60,13 +61,10 @@ async def lose_node(nodes: dict[str, Node], cluster: Harness, name: str, *, anno
 
 async def begin_on(cluster: Harness, stub: Stub, session: str, worker: str, tokens: list[int]) -> list[int]:
     """A session's first turn, on that worker."""
-    others = [link for link in cluster.router.core.fleet.alive() if link.address.worker_id != worker]
-    for link in others:
-        link.stats.draining = True
-    said, _ = await turn(stub, session, tokens)
+    fleet = cluster.router.core.fleet
+    with patch.object(fleet, "admitting", lambda: [fleet.worker(worker)]):
+        said, _ = await turn(stub, session, tokens)
     assert cluster.pinned_to(session) == worker
-    for link in others:
-        link.stats.draining = False
     await copied(cluster, worker)
     return said
 
