@@ -16,6 +16,11 @@ def scoped(tenant: str, session_id: str) -> str:
     return f"{tenant}{SEPARATOR}{session_id}"
 
 
+def tenant_of(name: str) -> str:
+    """Whose session has that name."""
+    return name.rpartition(SEPARATOR)[0]
+
+
 def shown(name: str) -> str:
     """The id in a session's name: what its tenant calls it."""
     return name.rpartition(SEPARATOR)[2]

@@ -15,6 +15,7 @@ from workers.engine.outputs import Outputs
 from workers.engine.rank import Rank
 from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
+from workers.kv import KVScope
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Finish, Scheduler, Turn
 
@@ -29,6 +30,7 @@ class Wanted:
     session_id: str
     epoch: int
     tenant: str
+    scope: KVScope
     tokens: array[int]
     known_len: int
     """Of how many the session has the KV here."""
@@ -59,10 +61,16 @@ class Admission:
         tokens, keep_len = found
         slot = self._cache.slots.get(submission.session_id)
         known_len = min(keep_len, slot.committed_len) if slot is not None else 0
-        if len(tokens) - known_len < MIN_LOAD_TOKENS or len(tokens) >= self._scheduler.max_len:
+        if len(tokens) - known_len < MIN_LOAD_TOKENS or len(tokens) >= self._scheduler.max_len_of(submission.scope):
             return None
         wanted = Wanted(
-            submission.session_id, submission.epoch, submission.tenant, tokens, known_len, submission.kv_nodes
+            submission.session_id,
+            submission.epoch,
+            submission.tenant,
+            submission.scope,
+            tokens,
+            known_len,
+            submission.kv_nodes,
         )
         return self.load(wanted)
 
@@ -84,6 +92,7 @@ class Admission:
             turn_id=submission.turn_id,
             session_id=submission.session_id,
             tenant=submission.tenant,
+            scope=submission.scope,
             tokens=tokens,
             prompt_len=submission.prompt_len,
             keep_len=keep_len,
@@ -91,7 +100,7 @@ class Admission:
             ephemeral=submission.ephemeral,
             prediction=submission.prediction,
             end_tokens=submission.params.stop_token_ids | (frozenset() if ignores_eos else self._outputs.eos),
-            max_len=self._scheduler.max_len,
+            max_len=self._scheduler.max_len_of(submission.scope),
         )
         try:
             finish = self._outputs.begin(turn, compiled)

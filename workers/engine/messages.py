@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, InvalidRequest
 from workers.engine.choice import TokenLogprobs
+from workers.kv import OWN_SCOPE, KVScope
 from workers.scheduling import DraftCounts, Finish, SamplingParams
 
 
@@ -28,8 +29,12 @@ class Submission:
     prefix_len: int = 0
     prefix_crc: int = 0
     """CRC-32 of those tokens as the router knows them."""
+    scope: KVScope = OWN_SCOPE
     kv_nodes: tuple[str, ...] = ()
     """Nodes whose KV stores may have copies of the session's KV."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", self.scope.named_by(self.tenant))
 
 
 def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) -> None:

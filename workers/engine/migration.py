@@ -20,7 +20,7 @@ from holdfast.errors import MigrationRefused, OutOfPages, SessionBusy, SessionNo
 from holdfast.v1 import rank_pb2
 from workers.engine.epochs import SessionEpochs
 from workers.engine.rank import Rank
-from workers.kv import FREED, Outcome, SessionCache, new_tokens
+from workers.kv import FREED, KVScope, Outcome, SessionCache, new_tokens
 from workers.kv.prefix import common_prefix_len
 from workers.scheduling import Scheduler
 
@@ -36,6 +36,7 @@ class ExportedKV:
     """A session whose pages the source holds for a reader."""
 
     tenant: str
+    scope: KVScope
     tokens: array[int]
     committed_len: int
     turn_starts: Sequence[int]
@@ -118,7 +119,8 @@ class KVMigrations:
         committed_len = cache.resume(name, transfer_id, tokens + new_tokens([0]), len(tokens), match_prefix=False)
         end = -(-committed_len // cache.page_size)
         columns = [[column for column in table.held() if column < end] for table in child.tables]
-        return ExportedKV(slot.tenant, tokens, committed_len, slot.turn_starts, columns)
+        scope = cache.scopes.named(slot.scope)
+        return ExportedKV(slot.tenant, scope, tokens, committed_len, slot.turn_starts, columns)
 
     def end_export(self, transfer_id: str) -> None:
         """Drop the pages held for a reader. An unknown transfer is ignored."""
@@ -171,7 +173,7 @@ class KVMigrations:
         if epoch < self._released.get(session_id, 0):
             raise StaleEpoch(f"session {session_id} was released here under an epoch later than {epoch}")
         is_new = session_id not in cache.slots
-        slot = cache.open(session_id, exported.tenant)
+        slot = cache.open(session_id, exported.tenant, scope=exported.scope)
         if slot.turn_id is not None or leader.scheduler.turn_of(session_id) is not None:
             raise SessionBusy(f"session {session_id} has a turn on this worker")
         # Keep whole pages only: pages are read whole, into pages that no other slot lists.

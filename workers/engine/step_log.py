@@ -20,7 +20,7 @@ from typing import TypeAlias
 from holdfast.errors import RankDiverged
 from holdfast.tokens import pack_tokens, unpack_tokens
 from holdfast.v1 import rank_pb2, worker_pb2
-from workers.kv import AuditReport, GroupSpec, Outcome, SessionCache, Slot
+from workers.kv import OWN_SCOPE, AuditReport, GroupSpec, KVScope, Outcome, SessionCache, Slot
 
 Acks: TypeAlias = dict[int, rank_pb2.Ack]
 """By rank."""
@@ -47,11 +47,12 @@ class RecordedCache(SessionCache):
         ops, self._ops = self._ops, []
         return ops
 
-    def open(self, session_id: str, tenant: str = "", *, ephemeral: bool = False) -> Slot:
-        known = session_id in self.slots
-        slot = super().open(session_id, tenant, ephemeral=ephemeral)
-        if not known:
-            op = rank_pb2.OpenOp(session_id=session_id, tenant=tenant, ephemeral=ephemeral)
+    def open(self, session_id: str, tenant: str = "", *, scope: KVScope = OWN_SCOPE, ephemeral: bool = False) -> Slot:
+        scope = scope.named_by(tenant)
+        known, changes_share = self.slots.get(session_id), self.scopes.is_new(scope)
+        slot = super().open(session_id, tenant, scope=scope, ephemeral=ephemeral)
+        if slot is not known or changes_share:
+            op = rank_pb2.OpenOp(session_id=session_id, tenant=tenant, ephemeral=ephemeral, scope=scope_message(scope))
             self.record(rank_pb2.Op(open=op))
         return slot
 
@@ -266,7 +267,8 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
         case "cut_tails":
             cache.cut_tails(_session_ids(cache, op.cut_tails.rows))
         case "open":
-            cache.open(op.open.session_id, op.open.tenant, ephemeral=op.open.ephemeral)
+            scope = scope_of(op.open.scope)
+            cache.open(op.open.session_id, op.open.tenant, scope=scope, ephemeral=op.open.ephemeral)
         case "resume":
             resume = op.resume
             kept = cache.slots[resume.session_id].tokens[: resume.keep_len]
@@ -286,6 +288,16 @@ def _apply(cache: SessionCache, kind: str | None, op: rank_pb2.Op) -> None:
             cache.flush(op.flush.tenant if op.flush.HasField("tenant") else None)
         case _:
             raise ValueError(f"unknown operation {kind}")
+
+
+def scope_message(scope: KVScope) -> worker_pb2.KVScope:
+    """A scope as it is sent."""
+    return worker_pb2.KVScope(name=scope.name, share_ppm=scope.share_ppm)
+
+
+def scope_of(message: worker_pb2.KVScope) -> KVScope:
+    """A sent scope; the tenant's own if none was sent."""
+    return KVScope(message.name, message.share_ppm)
 
 
 def _session_ids(cache: SessionCache, rows: bytes) -> list[str]:

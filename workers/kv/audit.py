@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from workers.kv.page_table import FREED, GroupTables, PageCopy, PageTable
 from workers.kv.prefix import PrefixIndex
+from workers.kv.scopes import Scopes
 from workers.kv.slot import Slot
 
 
@@ -47,6 +48,7 @@ def audit(
     slots: Collection[Slot],
     copies: Sequence[PageCopy],
     page_size: int,
+    scopes: Scopes,
 ) -> AuditReport:
     """Recount from the holders; exact at any moment, with or without running turns. Changes nothing."""
     return AuditReport(
@@ -55,6 +57,7 @@ def audit(
         num_running=sum(slot.running for slot in slots),
         faults=(
             *(fault for group in groups for fault in _pool_faults(group, index)),
+            *(fault for group in groups for fault in _share_faults(group, scopes, slots)),
             *_slot_faults(slots, groups, page_size),
             *(fault for slot in slots for fault in _entry_faults(slot, index, page_size)),
         ),
@@ -90,6 +93,24 @@ def _pool_faults(group: GroupTables, index: PrefixIndex) -> list[str]:
     only_indexed = {p for p in index.pages(group.index) if pool.refcounts[p] == 1}
     if only_indexed != set(cached):
         faults.append(f"{group.name}: the cached list and the pages that only the prefix index holds differ")
+    return faults
+
+
+def _share_faults(group: GroupTables, scopes: Scopes, slots: Collection[Slot]) -> list[str]:
+    """A page is charged to one scope, the one whose session took it, while it is not free."""
+    pool, faults = group.pool, []
+    charged = Counter(scope for page in range(pool.num_pages) if (scope := pool.charged_to(page)) is not None)
+    for name, pages in ((name, by_group[group.index]) for name, by_group in scopes.pages.items()):
+        if pages.num_charged != charged.pop(pages, 0):
+            faults.append(f"{group.name}: another number of pages is charged to scope {name} than it counts")
+        if list(pages.cached) != [page for page in pool.cached_pages() if pool.charged_to(page) is pages]:
+            faults.append(f"{group.name}: the cached pages of scope {name} are others than it lists")
+        for slot in slots:
+            table = slot.tables[group.index]
+            if slot.scope == name and any(pool.charged_to(table.pages[c]) is not pages for c in table.held()):
+                faults.append(f"session {slot.session_id}: {group.name}: a page is not charged to scope {name}")
+    if charged or any(pool.charged_to(page) is not None for page in pool.free_pages()):
+        faults.append(f"{group.name}: a page is charged to nobody that is known, or is free")
     return faults
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.errors import InvalidRequest, OutOfPages, SessionBusy, SessionExists
 from workers.kv.page_table import GroupTables, TableUpdate
+from workers.kv.scopes import OWN_SCOPE, KVScope
 from workers.kv.slot import Outcome, Slot
 from workers.kv.slot_store import SlotStore
 
@@ -20,17 +21,27 @@ class SessionCache(SlotStore):
 
     # ---- a turn's operations, in order --------------------------------------------------------
 
-    def open(self, session_id: str, tenant: str = "", *, ephemeral: bool = False) -> Slot:
-        """The session's slot; a new, empty one if it has none. Idempotent.
+    def open(self, session_id: str, tenant: str = "", *, scope: KVScope = OWN_SCOPE, ephemeral: bool = False) -> Slot:
+        """The session's slot; a new, empty one if it has none, or has one in another scope. Idempotent.
 
-        Raises SessionExists if another tenant has a session of that id, OutOfPages if turns own all slots.
+        ``scope``: whose prefixes it shares; its share holds from now on.
+        Raises SessionExists if another tenant has a session of that id, OutOfPages if turns own all slots, and
+        SessionBusy if it has a turn in another scope.
         """
+        scope = scope.named_by(tenant)
         slot = self.slots.get(session_id)
         if slot is not None:
             if slot.tenant != tenant:
                 raise SessionExists(f"session {session_id} belongs to another tenant")
-            return slot
-        return self._new_slot(session_id, tenant, ephemeral=ephemeral)
+            if slot.scope != scope.name:
+                if slot.turn_id is not None:
+                    raise SessionBusy(f"session {session_id} is busy with turn {slot.turn_id} in another scope")
+                self._evict(slot)
+                slot = None
+        if slot is None:
+            slot = self._new_slot(session_id, tenant, scope.name, ephemeral=ephemeral)
+        self._set_share(scope)
+        return slot
 
     def resume(
         self, session_id: str, turn_id: str, tokens: array[int], keep_len: int, *, match_prefix: bool = True
@@ -134,7 +145,7 @@ class SessionCache(SlotStore):
             for group, table in zip(self.groups, slot.tables, strict=True)
         ]
         shared = self._shared_partial(slot)
-        self._make_room([(group, (group in shared) + len(columns[group.index])) for group in self.groups])
+        self._make_room(slot, [(group, (group in shared) + len(columns[group.index])) for group in self.groups])
         for group, table in zip(self.groups, slot.tables, strict=True):
             if group in shared:
                 group.copy_last_page(table)
@@ -161,7 +172,7 @@ class SessionCache(SlotStore):
                 if count > len(group.pool.free):
                     is_short = True
         if is_short:
-            self._make_room([(group, count) for group, _, count in wanted])
+            self._make_room(slot, [(group, count) for group, _, count in wanted])
         for group, table, count in wanted:
             if shared and group in shared:
                 group.copy_last_page(table)
@@ -290,7 +301,7 @@ class SessionCache(SlotStore):
             raise InvalidRequest(f"session {parent_id} has {known_len} tokens, cannot fork it at {at_len}")
         if child_id in self.slots:
             raise SessionExists(f"session {child_id} exists already")
-        child = self._new_slot(child_id, parent.tenant, spared=parent)
+        child = self._new_slot(child_id, parent.tenant, parent.scope, spared=parent)
         if parent_id in self._idle:
             self._idle.move_to_end(parent_id)
         size = self.page_size
@@ -354,7 +365,7 @@ class SessionCache(SlotStore):
         size, known = self.page_size, len(slot.entries)
         if slot.committed_len != known * size:
             return  # the last page is partial or not indexed, and tables are never rewritten (L2)
-        parent = slot.entries[-1] if slot.entries else self.index.root(slot.tenant)
+        parent = slot.entries[-1] if slot.entries else self.index.root(slot.scope)
         found = self.index.longest_match(parent, slot.tables, known, tokens, size)
         if not found:
             return
@@ -373,7 +384,7 @@ class SessionCache(SlotStore):
 
     def _index_full_pages(self, slot: Slot) -> None:
         size = self.page_size
-        parent = slot.entries[-1] if slot.entries else self.index.root(slot.tenant)
+        parent = slot.entries[-1] if slot.entries else self.index.root(slot.scope)
         for column in range(len(slot.entries), slot.committed_len // size):
             tokens = slot.tokens[column * size : (column + 1) * size]
             entry = self.index.add(parent, tokens, slot.tables, column, slot.session_id)

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from workers.kv.groups import GroupSpec
 from workers.kv.pages import PagePool
+from workers.kv.scopes import ScopePages
 
 FREED = -1
 """The table entry of a page that a window has passed. It is never attended to and never set again (law L5)."""
@@ -45,6 +46,8 @@ class PageTable:
     ``num_evicted`` lies in them."""
     digest: int = 0
     """The sum of ``hash((column, page))`` over the held entries."""
+    charged_to: ScopePages | None = None
+    """Who pays for pages that it takes, if the slot's scope has a share."""
 
     def held(self) -> list[int]:
         """The columns that hold a page, ascending."""
@@ -96,9 +99,14 @@ class GroupTables:
             self._updates.append((self.index, table.row, column, page))
             table.digest += hash((column, page))
             pages.append(page)
+            if table.charged_to is not None:
+                self.pool.charge((page,), table.charged_to)
             return
         index, row, first = self.index, table.row, len(pages)
-        pages += self.pool.take_free(count)
+        taken = self.pool.take_free(count)
+        pages += taken
+        if table.charged_to is not None:
+            self.pool.charge(taken, table.charged_to)
         self._updates += [(index, row, column, pages[column]) for column in range(first, len(pages))]
         table.digest += sum([hash((column, pages[column])) for column in range(first, len(pages))])
 

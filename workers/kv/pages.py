@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+
+from workers.kv.scopes import ScopePages
 
 
 class PagePool:
@@ -33,6 +36,8 @@ class PagePool:
         self._indexed = bytearray(num_pages)
         self.touched: set[int] = set()
         """Pages whose count changed since the last digest."""
+        self._charged: dict[int, ScopePages] = {}
+        """Who took a page that is not free, if its scope has a share."""
         self.freed: list[int] | None = None
         """Pages that became free since ``take_freed``, some of them taken again. None: nobody asks."""
 
@@ -84,12 +89,37 @@ class PagePool:
         """The least recently used cached page. The prefix index must drop it to free it."""
         return next(iter(self._cached), None)
 
+    def charge(self, pages: Iterable[int], scope: ScopePages) -> None:
+        """Count pages that are not free as the scope's, until they are. Idempotent."""
+        for page in pages:
+            if page not in self._charged:
+                self._charged[page] = scope
+                scope.num_charged += 1
+
+    def list_cached(self, scope: ScopePages) -> None:
+        """Pages were charged to the scope that are cached already: list them in order."""
+        scope.cached = OrderedDict.fromkeys(page for page in self._cached if self._charged.get(page) is scope)
+
+    def charged_to(self, page: int) -> ScopePages | None:
+        """The scope that a page is charged to, for the auditor."""
+        return self._charged.get(page)
+
+    def _cache(self, page: int) -> None:
+        self._cached[page] = None
+        if self._charged and (scope := self._charged.get(page)) is not None:
+            scope.cached[page] = None
+
+    def _uncache(self, page: int) -> None:
+        self._cached.pop(page, None)
+        if self._charged and (scope := self._charged.get(page)) is not None:
+            scope.cached.pop(page, None)
+
     def incref(self, page: int) -> None:
         assert self.refcounts[page] > 0, f"page {page} is free and cannot be referenced"
         self.refcounts[page] += 1
         self.touched.add(page)
         if self._indexed[page]:
-            self._cached.pop(page, None)
+            self._uncache(page)
 
     def decref(self, page: int) -> int:
         """Drop one reference. Returns how many pages became free: 1 or 0."""
@@ -100,11 +130,13 @@ class PagePool:
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
             self.free.append(page)
+            if self._charged and (scope := self._charged.pop(page, None)) is not None:
+                scope.num_charged -= 1
             if self.freed is not None:
                 self.freed.append(page)
             return 1
         if count == 1 and self._indexed[page]:
-            self._cached[page] = None
+            self._cache(page)
         return 0
 
     def take_freed(self) -> list[int]:
@@ -122,5 +154,5 @@ class PagePool:
         """Drop the prefix index's reference."""
         assert self._indexed[page], f"page {page} is not in the prefix index"
         self._indexed[page] = 0
-        self._cached.pop(page, None)
+        self._uncache(page)
         self.decref(page)

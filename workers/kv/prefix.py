@@ -4,8 +4,8 @@ An entry stands for one page of tokens after its parent's, and names a page for 
 can be evicted by itself. Entries are found by a chained hash: an entry's digest covers its tokens and its
 parent's digest, and so the whole prefix (the scheme of vLLM's automatic prefix caching, arXiv:2309.06180
 section 4.4). The hash only finds candidates. A match also needs the same parent entry and equal tokens, so
-by induction a hash collision cannot return another prefix's KV. Each tenant has its own root: prefixes never
-match across tenants, which also closes the timing channel between them.
+by induction a hash collision cannot return another prefix's KV. Each scope (a tenant, or tenants that agreed to
+share) has its own root: prefixes never match across scopes, which also closes the timing channel between them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.names import tenant_of
 from workers.kv.page_events import FilledPage, PageEvents
 from workers.kv.page_table import FREED, GroupTables, PageTable
+from workers.kv.scopes import ScopePages
 
 DIGEST_BYTES = 16
 
@@ -31,14 +33,14 @@ def chain_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
-def root_digest(tenant: str) -> bytes:
-    """What a tenant's chains begin with."""
-    return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).digest()
+def root_digest(scope: str) -> bytes:
+    """What a scope's chains begin with."""
+    return hashlib.blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def page_digests(tenant: str, tokens: array[int], page_size: int) -> list[bytes]:
+def page_digests(scope: str, tokens: array[int], page_size: int) -> list[bytes]:
     """The digest of each full page of ``tokens``."""
-    digest, digests = root_digest(tenant), []
+    digest, digests = root_digest(scope), []
     for end in range(page_size, len(tokens) + 1, page_size):
         digest = chain_digest(digest, tokens[end - page_size : end].tobytes())
         digests.append(digest)
@@ -54,7 +56,7 @@ def common_prefix_len(a: array[int], b: array[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """One page of tokens in the index (or, without a parent, a tenant's root)."""
+    """One page of tokens in the index (or, without a parent, a scope's root)."""
 
     parent: PrefixEntry | None
     digest: bytes
@@ -91,12 +93,19 @@ class PrefixIndex:
         """The entry that names a page."""
         return self._by_page[group].get(page)
 
-    def root(self, tenant: str) -> PrefixEntry:
-        """The root of a tenant's entries."""
-        entry = self._roots.get(tenant)
+    def root(self, scope: str) -> PrefixEntry:
+        """The root of a scope's entries."""
+        entry = self._roots.get(scope)
         if entry is None:
-            entry = self._roots[tenant] = PrefixEntry(None, root_digest(tenant), b"", [])
+            entry = self._roots[scope] = PrefixEntry(None, root_digest(scope), b"", [])
         return entry
+
+    def pages_of(self, scope: str, group: int) -> list[int]:
+        """The group's pages in a scope's entries that can be found."""
+        entries = list(self.root(scope).children)
+        for entry in entries:
+            entries.extend(entry.children)
+        return [entry.pages[group] for entry in entries if entry.pages[group] != FREED]
 
     def find(self, parent: PrefixEntry, tokens: array[int]) -> PrefixEntry | None:
         """The child of ``parent`` for one page of ``tokens``."""
@@ -201,22 +210,32 @@ class PrefixIndex:
                 self._remove_empty(entry.parent)
 
     def remove_cached(self, tenant: str) -> None:
-        """Drop every entry of a tenant whose pages nobody else holds."""
-        entries = list(self.root(tenant).children)
-        for entry in entries:
-            entries.extend(entry.children)
-        for entry in reversed(entries):
-            held = [self._groups[group].pool.is_held(page) for group, page in enumerate(entry.pages) if page != FREED]
-            if not entry.children and not any(held):
+        """Drop every entry that a session of the tenant computed and whose pages nobody else holds."""
+        owned: dict[PrefixEntry, None] = {}
+        for owner, tops in self._tops.items():
+            if tenant_of(owner) == tenant:
+                found = list(tops)
+                for entry in found:
+                    found.extend(child for child in entry.children if child.owner == owner)
+                owned |= dict.fromkeys(found)
+        for entry in reversed(owned):
+            # Up to the first that is used, or leads to another entry.
+            while entry in owned and not entry.removed and not entry.children and not self._is_held(entry):
                 self.remove(entry)
+                assert entry.parent is not None
+                entry = entry.parent
 
-    def evict_oldest(self, group: int) -> bool:
-        """Free the group's least recently used page that only the index holds. False if there is none.
+    def _is_held(self, entry: PrefixEntry) -> bool:
+        pools = [group.pool for group in self._groups]
+        return any(pools[group].is_held(page) for group, page in enumerate(entry.pages) if page != FREED)
+
+    def evict_oldest(self, group: int, scope: ScopePages | None = None) -> bool:
+        """Free the group's (or a scope's) least recently used page that only the index holds. False if there is none.
 
         Nothing can be resumed past an entry without its page of a whole-prefix group, so such an entry is
         removed. One without its page of a window group still leads to its children.
         """
-        page = self._groups[group].pool.oldest_cached()
+        page = self._groups[group].pool.oldest_cached() if scope is None else next(iter(scope.cached), None)
         if page is None:
             return False
         entry = self._by_page[group][page]

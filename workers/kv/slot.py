@@ -46,6 +46,8 @@ class Slot:
 
     session_id: str
     tenant: str
+    scope: str
+    """Whose prefixes it shares: a ``KVScope``'s name."""
     row: int
     """Row of the device's page tables, fixed for the slot's lifetime."""
     ephemeral: bool

@@ -1,7 +1,8 @@
 """Scheduling: turns, admission, chunked prefill, retract. Pure and deterministic."""
 
-from workers.scheduling.scheduler import Scheduler, SchedulerLimits, Step, Work
+from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.speculation import Draft, Speculation
+from workers.scheduling.step import SchedulerLimits, Step, Work
 from workers.scheduling.turn import DraftCounts, Finish, Grammar, SamplingParams, Turn
 
 __all__ = [

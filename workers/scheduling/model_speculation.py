@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workers.scheduling.scheduler import Work
 from workers.scheduling.speculation import MARGIN, TOKEN_DECAY, Draft, StepCosts, count_drafts
+from workers.scheduling.step import Work
 from workers.scheduling.turn import Turn
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 3.0

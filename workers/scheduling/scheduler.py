@@ -4,7 +4,8 @@ Each step mixes one token of every decoding turn with chunks of prompts, within 
 prefill, arXiv:2308.16369). A turn is admitted when the pool can hold its whole prompt. When a decode
 finds no free page, the cache evicts idle slots; if there are none, the youngest turn is retracted: it
 keeps its tokens, leaves the batch, and resumes when there is room. Background turns run on what the others
-leave: they are admitted last, and retracted first, also for a turn that waits.
+leave: they are admitted last, and retracted first, also for a turn that waits. So are turns of a scope that is
+beyond its share of the pages, for those of the others (see ``workers.kv.scopes``).
 
 A step may be planned before the tokens of the step before are known (see ``Turn.in_flight``): such a token is
 computed as any other, and only a turn's limits say whether another follows it. A turn that turns out to have
@@ -14,65 +15,16 @@ ended has one position too many then, a tail that ``finish`` cuts.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
 from holdfast.errors import OutOfPages, PromptTooLong, QueueFull, SessionBusy
-from workers.kv import Outcome, PageCopy, SessionCache, TableUpdate
+from workers.kv import OWN_SCOPE, KVScope, Outcome, OutOfShare, SessionCache
 from workers.kv.page_table import GroupTables
+from workers.kv.scopes import limit_pages
 from workers.scheduling.speculation import Draft
+from workers.scheduling.step import SchedulerLimits, Step, Work
 from workers.scheduling.turn import Turn
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of one worker, each with what happens beyond it."""
-
-    context_len: int
-    """Tokens of one sequence, prompt and output. A longer prompt is refused; output ends here."""
-    step_tokens: int = 512
-    """Tokens computed in a step. Longer prompts are computed in chunks, which limits how long decodes wait."""
-    max_running: int = 32
-    """Turns in a step. More turns wait."""
-    max_waiting: int = 256
-    """Waiting turns. More are refused with QueueFull."""
-
-
-@dataclass(slots=True)
-class Work:
-    """One turn's share of a step: tokens ``[start, start + count)``."""
-
-    turn: Turn
-    row: int
-    """The turn's row in the page tables."""
-    start: int
-    count: int
-    samples: bool
-    """Whether the share reaches the last token, whose logits give the next one."""
-    draft: Draft | None = None
-    """What the share's last tokens are a guess of: each of them, and the token before, has logits that choose."""
-    scored: range = range(0)
-    """Positions of this share whose logits score an input token, the one after each."""
-
-    @property
-    def num_known(self) -> int:
-        """The tokens of the share that are no guess."""
-        return self.count - (len(self.draft.tokens) if self.draft is not None else 0)
-
-    @property
-    def num_samples(self) -> int:
-        """How many tokens it chooses: one, and one after each token of a draft."""
-        return self.samples * (1 + self.count - self.num_known)
-
-
-@dataclass(slots=True)
-class Step:
-    """One step of a rank: first the copies and table updates, then the work as one batch."""
-
-    work: list[Work] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
-    table_updates: list[TableUpdate] = field(default_factory=list)
 
 
 class Drafts(Protocol):
@@ -92,7 +44,7 @@ class Scheduler:
         self.cache = cache
         self.drafts = drafts
         self.limits = limits
-        self.max_len = min(limits.context_len, *(self._max_len(group) for group in cache.groups))
+        self.max_len = self.max_len_of(OWN_SCOPE)
         self.waiting: deque[Turn] = deque()
         self.running: dict[str, Turn] = {}
         self.turns: dict[str, Turn] = {}
@@ -104,13 +56,20 @@ class Scheduler:
         self._busy: dict[str, str] = {}
         self._arrivals = 0
         self._head_is_blocked = False
+        self._blocked_scopes: set[str] = set()
+        """Whose first waiting turn finds no room in its scope's share."""
+
+    def max_len_of(self, scope: KVScope) -> int:
+        """The length up to which any turn of a scope can run, if need be alone in its share."""
+        return min(self.limits.context_len, *(self._max_len(group, scope.share_ppm) for group in self.cache.groups))
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn. Raises PromptTooLong, SessionBusy or QueueFull, and changes nothing then."""
-        if len(turn.tokens) >= self.max_len:
+        if len(turn.tokens) >= (max_len := self.max_len_of(turn.scope)):
+            share = " that your share of a worker's KV has room for" if max_len < self.max_len else ""
             raise PromptTooLong(
                 f"the input of {len(turn.tokens)} tokens exceeds the maximum allowed length of "
-                f"{self.max_len - 1} tokens"
+                f"{max_len - 1} tokens{share}"
             )
         if turn.session_id in self._busy:
             raise SessionBusy(f"session {turn.session_id} already has an active request; wait or abort it")
@@ -122,7 +81,7 @@ class Scheduler:
         self.turns[turn.turn_id] = turn
         self.waiting.append(turn)
         if not turn.params.background:
-            self._head_is_blocked = False  # by a background turn, perhaps
+            self._unblock()  # blocked by a background turn, perhaps
 
     def plan(self) -> Step:
         """Plan the next step. Pages for all of its work are held when this returns."""
@@ -183,11 +142,11 @@ class Scheduler:
         slot = self.cache.slots.get(turn.session_id)
         known = turn.tokens[slot.committed_len :] if slot is not None else None
         self.cache.finish(turn.session_id, turn.turn_id, outcome, known)
-        self._head_is_blocked = False
+        self._unblock()
 
     def made_room(self) -> None:
         """Pages were freed other than by a turn: the first waiting turn may fit now."""
-        self._head_is_blocked = False
+        self._unblock()
 
     def turn_of(self, session_id: str) -> Turn | None:
         """The live turn of a session, running or waiting."""
@@ -196,10 +155,14 @@ class Scheduler:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _max_len(self, group: GroupTables) -> int:
-        """The length up to which any turn can run alone in the group's pool."""
+    def _unblock(self) -> None:
+        self._head_is_blocked = False
+        self._blocked_scopes.clear()
+
+    def _max_len(self, group: GroupTables, share_ppm: int) -> int:
+        """The length up to which any turn can run alone in a share of the group's pool."""
         # One page is reserved for a copy on write.
-        num_pages, size = group.pool.num_pages - 1, self.cache.page_size
+        num_pages, size = limit_pages(group.pool.num_pages, share_ppm) - 1, self.cache.page_size
         if group.window and num_pages >= self.cache.pages_of_a_turn(group, self.limits.step_tokens):
             return self.limits.context_len
         return num_pages * size
@@ -234,13 +197,16 @@ class Scheduler:
                 work[turn.turn_id] = Work(turn, slot.row, slot.committed_len, 1, True)
             decodes = decodes[num_done:]
             if decodes:
-                last = self._last_running()
+                needy = decodes[0].scope.name
+                last = self._last_running(needy if needy in self.cache.scopes_beyond_share(needy) else None)
                 self._retract(last, work)
                 decodes = [turn for turn in decodes if turn is not last]
 
-    def _last_running(self) -> Turn:
-        """The turn to retract next: the youngest background turn, else the youngest."""
-        return max(self.running.values(), key=lambda turn: (turn.params.background, turn.arrival))
+    def _last_running(self, scope: str | None = None) -> Turn:
+        """The turn to retract next (of a scope): the youngest; background turns first, then those beyond a share."""
+        turns = [turn for turn in self.running.values() if scope in (None, turn.scope.name)]
+        beyond = self.cache.scopes_beyond_share()
+        return max(turns, key=lambda turn: (turn.params.background, turn.scope.name in beyond, turn.arrival))
 
     def _retract(self, turn: Turn, work: dict[str, Work]) -> None:
         work.pop(turn.turn_id, None)
@@ -273,8 +239,8 @@ class Scheduler:
             try:
                 self.cache.extend(turn.session_id, count)
                 return True
-            except OutOfPages:
-                self._retract(self._last_running(), work)
+            except OutOfPages as lack:
+                self._retract(self._last_running(_scope_that_lacks(turn, lack)), work)
         return turn.turn_id in self.running
 
     def _plan_drafts(self, work: dict[str, Work], drafts: Drafts) -> None:
@@ -304,11 +270,15 @@ class Scheduler:
         left = budget
         while self.waiting and left > 0:
             turn = self._next_waiting()
-            if turn.in_flight:
-                break  # it was retracted just now, and may end with that token
-            if not self._make_place(turn, work):
+            if turn is None or turn.in_flight:
+                break  # in flight: it was retracted just now, and may end with that token
+            if self._head_is_blocked or not self._make_place(turn, work):
                 break
-            if self._head_is_blocked or not self._make_pages(turn, left, work):
+            lack = self._make_pages(turn, left, work)
+            if isinstance(lack, OutOfShare):
+                self._blocked_scopes.add(turn.scope.name)
+                continue
+            if lack is not None:
                 self._head_is_blocked = True
                 break
             self.waiting.remove(turn)
@@ -318,10 +288,13 @@ class Scheduler:
             left -= count
         return budget - left
 
-    def _next_waiting(self) -> Turn:
+    def _next_waiting(self) -> Turn | None:
         """The longest-waiting turn of the tenant with fewest running turns: one tenant must not block others."""
         running = Counter(turn.tenant for turn in self.running.values())
-        return min(self.waiting, key=lambda turn: (turn.params.background, running[turn.tenant]))
+        waiting = self.waiting
+        if self._blocked_scopes:
+            waiting = deque(turn for turn in waiting if turn.scope.name not in self._blocked_scopes)
+        return min(waiting, key=lambda turn: (turn.params.background, running[turn.tenant]), default=None)
 
     def _make_place(self, turn: Turn, work: dict[str, Work]) -> bool:
         """Whether the batch has room for a waiting turn, once background turns have made it."""
@@ -330,31 +303,37 @@ class Scheduler:
                 return False
         return True
 
-    def _make_pages(self, turn: Turn, budget: int, work: dict[str, Work]) -> bool:
-        """As ``_take_pages``, once background turns have made room."""
-        while not self._take_pages(turn, budget):
-            if not self._yield_to(turn, work):
-                return False
-        return True
+    def _make_pages(self, turn: Turn, budget: int, work: dict[str, Work]) -> OutOfPages | None:
+        """As ``_take_pages``, once turns that yield have made room."""
+        while (lack := self._take_pages(turn, budget)) is not None:
+            if not self._yield_to(turn, work, _scope_that_lacks(turn, lack), beyond_share=True):
+                break
+        return lack
 
-    def _yield_to(self, turn: Turn, work: dict[str, Work]) -> bool:
-        """Retract a background turn for another. Returns False if ``turn`` is one itself, or none runs."""
-        last = self._last_running() if self.running else turn
-        if turn.params.background or not last.params.background:
+    def _yield_to(
+        self, turn: Turn, work: dict[str, Work], scope: str | None = None, *, beyond_share: bool = False
+    ) -> bool:
+        """Retract a background turn (of a scope) for another, or one beyond its share for one within. False: none."""
+        if not any(scope in (None, other.scope.name) for other in self.running.values()):
+            return False
+        last = self._last_running(scope)
+        beyond = self.cache.scopes_beyond_share() if beyond_share else set()
+        for_a_share = last.scope.name in beyond and turn.scope.name not in beyond
+        if (turn.params.background or not last.params.background) and not for_a_share:
             return False
         self._retract(last, work)
         return True
 
-    def _take_pages(self, turn: Turn, budget: int) -> bool:
-        """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return False.
+    def _take_pages(self, turn: Turn, budget: int) -> OutOfPages | None:
+        """Resume the turn's slot and hold pages for its whole prompt, or change nothing and return what is lacking.
 
         Window groups hold pages for the first ``budget`` tokens: the next chunks reuse what the window frees.
         """
         cache = self.cache
         try:
-            slot = cache.open(turn.session_id, turn.tenant, ephemeral=turn.ephemeral)
-        except OutOfPages:
-            return False
+            slot = cache.open(turn.session_id, turn.tenant, scope=turn.scope, ephemeral=turn.ephemeral)
+        except OutOfPages as lack:
+            return lack
         keep_len = min(turn.keep_len, len(slot.tokens))
         scores_from = turn.first_unscored
         if scores_from is not None:
@@ -369,11 +348,16 @@ class Scheduler:
                 cache.reserve(turn.session_id, num_missing)
                 num_missing = budget
             cache.extend(turn.session_id, num_missing)
-        except OutOfPages:
+        except OutOfPages as lack:
             cache.finish(turn.session_id, turn.turn_id, Outcome.RETRACTED)
-            return False
+            return lack
         if turn.cached_len is None:
             turn.cached_len = cached_len
         else:
             self.num_recomputed += max(0, turn.keep_len - cached_len)
-        return True
+        return None
+
+
+def _scope_that_lacks(turn: Turn, lack: OutOfPages) -> str | None:
+    """The scope whose turns alone can make room; None: any can."""
+    return turn.scope.name if isinstance(lack, OutOfShare) else None

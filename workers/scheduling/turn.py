@@ -7,6 +7,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from workers.kv import OWN_SCOPE, KVScope
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
@@ -102,6 +104,7 @@ class Turn:
     keep_len: int
     """Leading tokens that the session's slot had when the turn was submitted."""
     params: SamplingParams
+    scope: KVScope = OWN_SCOPE
     ephemeral: bool = False
     end_tokens: frozenset[int] = frozenset()
     """The tokens that end it: the model's, unless it ignores them, and its own."""
@@ -125,6 +128,7 @@ class Turn:
     """Positions of the prompt below this one need not be scored any more."""
 
     def __post_init__(self) -> None:
+        self.scope = self.scope.named_by(self.tenant)
         self.end_len = min(self.max_len, self.prompt_len + self.params.max_tokens)
 
     @property

@@ -16,6 +16,7 @@ from holdfast.v1 import rank_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import error_from_rpc
 from workers.engine.leader import Leader
 from workers.engine.migration import ExportedKV, PendingImport
+from workers.engine.step_log import scope_of
 from workers.kv.prefix import page_digests
 from workers.serving.bandwidth import Bandwidth
 from workers.serving.kv_transfer import pack_columns, unpack_columns
@@ -67,6 +68,7 @@ class Importer:
             raise MigrationRefused(f"the source's pages have layout {sent.layout}, not {self._leader.rank.layout}")
         exported = ExportedKV(
             sent.tenant,
+            scope_of(sent.scope).named_by(sent.tenant),
             unpack_tokens(sent.tokens),
             sent.committed_len,
             unpack_tokens(sent.turn_starts).tolist(),
@@ -76,7 +78,7 @@ class Importer:
         try:
             pending = await result_of(begun)
             self._bandwidth.refuse_slow(pending)
-            keys = await asyncio.to_thread(self._keys, sent.tenant, pending)
+            keys = await asyncio.to_thread(self._keys, exported.scope.name, pending)
             num_bytes = await self._fetch(session_id, pending, keys, list(sent.addresses), request.timeout_s)
             reached = await result_of(migrations.complete_import(session_id, transfer_id))
         except BaseException:
@@ -84,11 +86,11 @@ class Importer:
             raise
         return worker_pb2.ImportResponse(committed_len=reached, pages=pending.num_pages, bytes=num_bytes)
 
-    def _keys(self, tenant: str, pending: PendingImport) -> list[bytes]:
+    def _keys(self, scope: str, pending: PendingImport) -> list[bytes]:
         """By group, the names of copies of the pages that are full."""
         if self._copies is None or not pending.num_pages:
             return []
-        digests = page_digests(tenant, pending.tokens[: pending.committed_len], self._leader.cache.page_size)
+        digests = page_digests(scope, pending.tokens[: pending.committed_len], self._leader.cache.page_size)
         return [b"".join(digests[column] for column in part if column < len(digests)) for part in pending.columns]
 
     async def _fetch(

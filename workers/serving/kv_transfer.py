@@ -20,6 +20,7 @@ from holdfast.wire import abort_with, error_from_rpc, sent_error
 from workers.engine.leader import Leader
 from workers.engine.migration import Columns, read_pages, write_pages
 from workers.engine.rank import Rank
+from workers.engine.step_log import scope_message
 from workers.serving.results import result_of
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ async def export_session(
             addresses=addresses,
             columns=pack_columns(exported.columns),
             turn_starts=pack_tokens(array("i", exported.turn_starts)),
+            scope=scope_message(exported.scope),
         )
         await asyncio.sleep(request.timeout_s)  # the reader has given up by then
     finally:

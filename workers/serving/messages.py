@@ -9,6 +9,7 @@ from holdfast.tokens import unpack_tokens
 from holdfast.v1 import session_pb2, worker_pb2
 from workers.engine.choice import TokenLogprobs
 from workers.engine.messages import Submission, TurnUpdate
+from workers.engine.step_log import scope_of
 from workers.scheduling import Grammar, SamplingParams
 
 MIN_TEMPERATURE = 1e-5
@@ -33,6 +34,7 @@ def submission_of(submit: worker_pb2.Submit) -> Submission:
         prediction=prediction,
         prefix_len=submit.prefix_len,
         prefix_crc=submit.prefix_crc,
+        scope=scope_of(submit.scope),
         kv_nodes=tuple(submit.kv_nodes),
     )
 

@@ -79,14 +79,14 @@ class TurnLoads:
         if plan is not None and plan.reached - wanted.known_len >= MIN_LOAD_TOKENS:
             tokens, size = wanted.tokens[: plan.reached], self._leader.cache.page_size
             begins_at = wanted.known_len // size * size
-            stored = ExportedKV(wanted.tenant, tokens, plan.reached, (), plan.columns, begins_at)
+            stored = ExportedKV(wanted.tenant, wanted.scope, tokens, plan.reached, (), plan.columns, begins_at)
             await self._load_into(wanted, plan, stored, digests)
 
     async def _plan(self, wanted: Wanted, tokens: array[int]) -> tuple[LoadPlan | None, list[bytes]]:
         """What to load, and the digests of all pages. To load nothing, or a part, may be the fastest."""
         cache, rank = self._leader.cache, self._leader.rank
         first = wanted.known_len // cache.page_size
-        digests = await asyncio.to_thread(page_digests, wanted.tenant, tokens, cache.page_size)
+        digests = await asyncio.to_thread(page_digests, wanted.scope.name, tokens, cache.page_size)
         keys = b"".join(digests[first:])
         groups = [store_pb2.KeysOfGroup(group=group.index, keys=keys) for group in cache.groups]
         tiers = await self._copies.client.find(store_pb2.WantedCopies(groups=groups, nodes=wanted.kv_nodes))

@@ -90,14 +90,16 @@ class Op(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenOp, _Mapping]] = ..., resume: _Optional[_Union[ResumeOp, _Mapping]] = ..., extend: _Optional[_Union[ExtendOp, _Mapping]] = ..., commit: _Optional[_Union[CommitOp, _Mapping]] = ..., finish: _Optional[_Union[FinishOp, _Mapping]] = ..., free_tail: _Optional[_Union[FreeTailOp, _Mapping]] = ..., release: _Optional[_Union[ReleaseOp, _Mapping]] = ..., fork: _Optional[_Union[ForkOp, _Mapping]] = ..., flush: _Optional[_Union[FlushOp, _Mapping]] = ..., measure: _Optional[_Union[MeasureOp, _Mapping]] = ..., audit: _Optional[_Union[AuditOp, _Mapping]] = ..., extend_imported: _Optional[_Union[ExtendImportedOp, _Mapping]] = ..., cut_tails: _Optional[_Union[CutTailsOp, _Mapping]] = ...) -> None: ...
 
 class OpenOp(_message.Message):
-    __slots__ = ("session_id", "tenant", "ephemeral")
+    __slots__ = ("session_id", "tenant", "ephemeral", "scope")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tenant: str
     ephemeral: bool
-    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., ephemeral: bool = ...) -> None: ...
+    scope: _worker_pb2.KVScope
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., ephemeral: bool = ..., scope: _Optional[_Union[_worker_pb2.KVScope, _Mapping]] = ...) -> None: ...
 
 class ResumeOp(_message.Message):
     __slots__ = ("session_id", "turn_id", "tokens", "keep_len", "match_prefix")

@@ -26,7 +26,7 @@ class RouterMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("turn_id", "session_id", "tenant", "epoch", "tokens", "prefix_len", "prefix_crc", "prompt_len", "sampling", "ephemeral", "kv_nodes")
+    __slots__ = ("turn_id", "session_id", "tenant", "epoch", "tokens", "prefix_len", "prefix_crc", "prompt_len", "sampling", "ephemeral", "kv_nodes", "scope")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
     KV_NODES_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     session_id: str
     tenant: str
@@ -49,7 +50,16 @@ class Submit(_message.Message):
     sampling: _session_pb2.Sampling
     ephemeral: bool
     kv_nodes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, turn_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prefix_len: _Optional[int] = ..., prefix_crc: _Optional[int] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_session_pb2.Sampling, _Mapping]] = ..., ephemeral: bool = ..., kv_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+    scope: KVScope
+    def __init__(self, turn_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prefix_len: _Optional[int] = ..., prefix_crc: _Optional[int] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_session_pb2.Sampling, _Mapping]] = ..., ephemeral: bool = ..., kv_nodes: _Optional[_Iterable[str]] = ..., scope: _Optional[_Union[KVScope, _Mapping]] = ...) -> None: ...
+
+class KVScope(_message.Message):
+    __slots__ = ("name", "share_ppm")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHARE_PPM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    share_ppm: int
+    def __init__(self, name: _Optional[str] = ..., share_ppm: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("turn_id",)
@@ -406,7 +416,7 @@ class ExportRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ExportResponse(_message.Message):
-    __slots__ = ("tenant", "tokens", "committed_len", "layout", "addresses", "columns", "turn_starts")
+    __slots__ = ("tenant", "tokens", "committed_len", "layout", "addresses", "columns", "turn_starts", "scope")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +424,7 @@ class ExportResponse(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     TURN_STARTS_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     tokens: bytes
     committed_len: int
@@ -421,4 +432,5 @@ class ExportResponse(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     columns: _containers.RepeatedScalarFieldContainer[bytes]
     turn_starts: bytes
-    def __init__(self, tenant: _Optional[str] = ..., tokens: _Optional[bytes] = ..., committed_len: _Optional[int] = ..., layout: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., columns: _Optional[_Iterable[bytes]] = ..., turn_starts: _Optional[bytes] = ...) -> None: ...
+    scope: KVScope
+    def __init__(self, tenant: _Optional[str] = ..., tokens: _Optional[bytes] = ..., committed_len: _Optional[int] = ..., layout: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., columns: _Optional[_Iterable[bytes]] = ..., turn_starts: _Optional[bytes] = ..., scope: _Optional[_Union[KVScope, _Mapping]] = ...) -> None: ...

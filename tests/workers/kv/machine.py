@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from holdfast.errors import OutOfPages
+from holdfast.names import scoped
 from workers.engine.step_log import LogReader, LogWriter, RecordedCache
-from workers.kv import FREED, GroupSpec, Outcome, SessionCache, full_group, latent_group, window_group
+from workers.kv import FREED, GroupSpec, KVScope, Outcome, SessionCache, Slot, full_group, latent_group, window_group
 from workers.kv.digest import StateDigest
+from workers.kv.page_table import GroupTables
 from workers.kv.slot import new_tokens
 
-SESSIONS = ["a", "b", "c", "d", "e"]
+TENANTS = {scoped(tenant, session): tenant for session, tenant in zip("abcde", "xxxyx", strict=True)}
+SESSIONS = list(TENANTS)
 # How many tokens from the end: often none, mostly few, so that cuts fall inside pages.
 CUTS = st.one_of(st.just(0), st.integers(1, 6), st.integers(0, 60))
 # Few distinct inputs, so that sessions share prefixes all the time.
@@ -21,8 +24,14 @@ INPUTS = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=20),
     st.integers(1, 20).map(lambda n: [0] * n),
 )
-TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "x"}
 TENANTS |= {f"held {session}": tenant for session, tenant in TENANTS.items()}
+SHARES = st.sampled_from([0, 0, 100_000, 300_000, 600_000])
+SCOPES = st.one_of(
+    st.just({"x": KVScope("x"), "y": KVScope("y")}),
+    st.builds(lambda x, y: {"x": KVScope("x", x), "y": KVScope("y", y)}, SHARES, SHARES),
+    st.builds(lambda share: dict.fromkeys("xy", KVScope("both", share)), SHARES),
+)
+"""Tenants by themselves, with shares, or as a share group."""
 
 
 NUM_PAGES = st.integers(3, 24)
@@ -57,8 +66,8 @@ class ModelSession:
     """The window before the turn's start was held when it began, or is computed by it."""
 
 
-def prefix_hashes(session: str, tokens: list[int]) -> list[int]:
-    hashes, chain = [], hash(TENANTS[session])
+def prefix_hashes(slot: Slot, tokens: list[int]) -> list[int]:
+    hashes, chain = [], hash(slot.scope)
     for token in tokens:
         chain = hash((chain, token))
         hashes.append(chain)
@@ -69,9 +78,19 @@ class Machine(RuleBasedStateMachine):
     """``kv[page][offset]`` plays the device's memory: each position holds a hash of its whole prefix,
     so that reading a page that was overwritten, freed or served to the wrong prefix is seen at once."""
 
-    @initialize(page_size=st.sampled_from([4, 2, 16, 1]), groups=GROUPS, weak=st.booleans(), points=st.integers(0, 2))
-    def start(self, page_size: int, groups: tuple[GroupSpec, ...], weak: bool, points: int) -> None:
+    @initialize(
+        page_size=st.sampled_from([4, 2, 16, 1]),
+        groups=GROUPS,
+        weak=st.booleans(),
+        points=st.integers(0, 2),
+        scopes=SCOPES,
+    )
+    def start(
+        self, page_size: int, groups: tuple[GroupSpec, ...], weak: bool, points: int, scopes: dict[str, KVScope]
+    ) -> None:
+        self.scopes = scopes
         self.cache = RecordedCache(groups, page_size, 5, points)
+        self.make_room, self.cache._make_room = self.cache._make_room, self.makes_room  # type: ignore[method-assign]  # watched
         # Another rank, which knows of all this by the step log alone.
         self.follower = LogReader(SessionCache(groups, page_size, 5, points), incarnation=1)
         self.log = LogWriter(incarnation=1, num_followers=1)
@@ -101,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
     def write(self, session: str, start: int, tokens: list[int]) -> None:
         slot, size = self.cache.slots[session], self.cache.page_size
-        chain = prefix_hashes(session, [*slot.tokens[:start], *tokens])
+        chain = prefix_hashes(slot, [*slot.tokens[:start], *tokens])
         for group, table in zip(self.cache.groups, slot.tables, strict=True):
             for position in range(max(0, start - group.window + 1) if group.window else 0, start):
                 page = self.table[group.index, slot.row, position // size]
@@ -116,13 +135,49 @@ class Machine(RuleBasedStateMachine):
         return len(self.cache.slots[session].tokens)
 
     def open(self, session: str) -> bool:
+        known, scope = self.cache.slots.get(session), self.scopes[TENANTS[session]]
+        if known is not None and known.turn_id is not None:
+            scope = self.cache.scopes.named(known.scope)
         try:
-            self.cache.open(session, TENANTS[session])
+            slot = self.cache.open(session, TENANTS[session], scope=scope)
         except OutOfPages:
+            self.forget_evicted()
             return False
-        self.model.setdefault(session, ModelSession())
+        assert slot.scope == scope.name
+        if slot is not known:
+            self.model[session] = ModelSession()  # new, or in another scope now
         self.forget_evicted()
         return True
+
+    def makes_room(self, slot: Slot, wanted: list[tuple[GroupTables, int]]) -> None:
+        """A scope beyond its share takes nothing from those that are not (``workers.kv.scopes``)."""
+        before, scopes = self.in_use(), self.cache.scopes.pages
+        over = {name for name, pages in scopes.items() if any(each.excess > 0 for each in pages)}
+        beyond = [
+            (group, count)
+            for group, count in wanted
+            if slot.scope in scopes and self.pinned(slot.scope, group) + count > scopes[slot.scope][group.index].limit
+        ]
+        self.make_room(slot, wanted)
+        if len(beyond) == len(wanted):
+            after = self.in_use()
+            for name in before:
+                assert name in (slot.scope, *over) or after[name] == before[name], f"{name} is within its share"
+
+    def in_use(self) -> dict[str | None, list[set[int]]]:
+        """The pages that are not free, by the scope that they are charged to, and group."""
+        found: dict[str | None, list[set[int]]] = {None: [], **{name: [] for name in self.cache.scopes.pages}}
+        for group in self.cache.groups:
+            used = set(range(group.pool.num_pages)) - set(group.pool.free)
+            for name, by_group in found.items():
+                charged_to = self.cache.scopes.pages[name][group.index] if name is not None else None
+                by_group.append({page for page in used if group.pool.charged_to(page) is charged_to})
+        return found
+
+    def pinned(self, scope: str, group: GroupTables) -> int:
+        """The pages of a scope in one group that no eviction can free."""
+        charged_to = self.cache.scopes.pages[scope][group.index]
+        return sum(group.pool.charged_to(page) is charged_to for page in self.cache._pinned(group))
 
     def compute(self, session: str, num_draft: int, chunk: int, num_refused: int) -> bool:
         model, slot = self.model[session], self.cache.slots[session]
@@ -168,7 +223,20 @@ class Machine(RuleBasedStateMachine):
             # A bulk decode may have made copies before: what they copy from stays until the step is applied.
             pinned |= {copy.source for copy in self.cache.pending_copies if copy.group == group}
             needed = -(-(slot.committed_len + num_tokens) // size) - len(slot.tables[group].pages) + 1
-            return self.cache.groups[group].pool.num_pages - len(pinned) < needed
+            return self.cache.groups[group].pool.num_pages - len(pinned) < needed or lacks_share(group, needed, pinned)
+
+        def lacks_share(group: int, needed: int, pinned: set[int]) -> bool:
+            pool, scopes = self.cache.groups[group].pool, self.cache.scopes.pages
+            own = scopes[slot.scope][group] if slot.scope in scopes else None
+            if own is None or sum(pool.charged_to(page) is own for page in pinned) + needed <= own.limit:
+                return False
+            evictable = set(range(pool.num_pages)) - pinned
+            num_others = 0
+            for pages in (by_group[group] for by_group in scopes.values() if by_group[group] is not own):
+                theirs = sum(pool.charged_to(page) is pages for page in evictable)
+                num_others += max(0, min(theirs, pages.num_charged - pages.limit))
+            ours = sum(pool.refcounts[page] == 0 or pool.charged_to(page) is own for page in evictable)
+            return ours + num_others < needed
 
         assert any(is_short(group.index) for group in self.cache.groups), "pages were there, yet it gave up"
 
@@ -238,7 +306,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def kv_is_the_kv_of_the_tokens(self) -> None:
         for session, slot in getattr(self, "cache", SessionCache((full_group(1),), 1)).slots.items():
-            size, chain = self.cache.page_size, prefix_hashes(session, list(slot.tokens))
+            size, chain = self.cache.page_size, prefix_hashes(slot, list(slot.tokens))
             for kv, table in zip(self.kv, slot.tables, strict=True):
                 for column in table.held():
                     for position in range(column * size, min((column + 1) * size, slot.committed_len)):

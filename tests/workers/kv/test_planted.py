@@ -14,10 +14,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.errors import HoldfastError
 from tests.workers.kv.test_state_machine import KVCore
-from workers.kv import SessionCache
+from workers.engine.step_log import RecordedCache
+from workers.kv import KVScope, SessionCache
 from workers.kv.digest import StateDigest
-from workers.kv.page_table import PageTable, WindowTables
+from workers.kv.page_table import GroupTables, PageTable, WindowTables
+from workers.kv.pages import PagePool
 from workers.kv.prefix import PrefixIndex
+from workers.kv.scopes import ScopePages
 from workers.kv.slot import Slot
 from workers.kv.slot_store import SlotStore
 
@@ -25,6 +28,7 @@ MAX_EXAMPLES, CONTROL_EXAMPLES = 4000, 300
 """Far above what a bug takes (some hundreds at most), and what is played where there is none."""
 _slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
 _slide_slot, _extend = SlotStore._slide, SessionCache._extend
+_charge, _set_share = PagePool.charge, SlotStore._set_share
 
 
 def _slide_early(self: WindowTables, table: PageTable, committed_len: int) -> int:
@@ -63,6 +67,20 @@ def _index_in_the_first_group(self: PrefixIndex, parent: Any, tokens: Any, table
         return _add(self, parent, tokens, tables, *rest)
 
 
+def _charge_without_what_was_there(self: PagePool, pages: Any, scope: ScopePages) -> None:
+    if len(pages := list(pages)) == 1:  # a page that a turn takes
+        _charge(self, pages, scope)
+
+
+def _check_no_share(self: SlotStore, slot: Slot, group: GroupTables, count: int) -> bool:
+    return False
+
+
+def _set_share_on_the_leader_alone(self: SlotStore, scope: KVScope) -> None:
+    if isinstance(self, RecordedCache):
+        _set_share(self, scope)
+
+
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a window page is freed one token early": lambda: mock.patch.object(WindowTables, "slide", _slide_early),
     "the window before an abort's resume point is freed": lambda: mock.patch.object(
@@ -78,6 +96,11 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "a group is left out of the digest": lambda: mock.patch.object(StateDigest, "_element", _first_group_s_element),
     "a page is counted in two groups": lambda: mock.patch.object(PrefixIndex, "add", _index_in_the_first_group),
+    "a scope beyond its share evicts others": lambda: mock.patch.object(SlotStore, "_check_share", _check_no_share),
+    "what a scope holds when it gets a share is not charged": lambda: mock.patch.object(
+        PagePool, "charge", _charge_without_what_was_there
+    ),
+    "followers know of no shares": lambda: mock.patch.object(SlotStore, "_set_share", _set_share_on_the_leader_alone),
     "none": contextlib.nullcontext,
 }
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from holdfast.errors import OutOfPages, SessionBusy, SessionExists
-from tests.workers.kv.machine import CUTS, INPUTS, SESSIONS, TENANTS, Machine, ModelSession
-from workers.kv import FREED, Outcome
+from holdfast.names import tenant_of
+from tests.workers.kv.machine import CUTS, INPUTS, SCOPES, SESSIONS, TENANTS, Machine, ModelSession
+from workers.kv import FREED, KVScope, Outcome
 from workers.kv.prefix import common_prefix_len
 from workers.kv.slot import new_tokens
 
@@ -294,10 +295,24 @@ class KVCore(Machine):
     def finish_step(self) -> None:
         self.apply_step()
 
-    @rule(everything=st.sampled_from([False, False, False, False, False, True]))
-    def evict(self, everything: bool) -> None:
-        if everything:
+    @rule(scopes=SCOPES, chance=st.sampled_from([False, False, False, True]))
+    def share(self, scopes: dict[str, KVScope], chance: bool) -> None:
+        """Keys were changed: the next turns come in other scopes, or with other shares."""
+        if chance:
+            self.scopes = scopes
+
+    @rule(what=st.sampled_from(["idle slot", "idle slot", "idle slot", "idle slot", "x", "y", "everything"]))
+    def evict(self, what: str) -> None:
+        if what == "everything":
             self.cache.flush()
+        elif what in TENANTS.values():
+            self.cache.flush(what)
+            assert not any(slot.tenant == what for slot in self.cache._idle.values())
+            entries = list(self.cache.index._roots.values())
+            for entry in entries:
+                entries.extend(entry.children)
+                if entry.parent is not None and tenant_of(entry.owner) == what:
+                    assert entry.children or self.cache.index._is_held(entry), "it leads nowhere, and nobody uses it"
         else:
             self.follow()
             for cache in (self.cache, self.follower.cache):
