@@ -47,7 +47,9 @@ class RouterCore:
         self.inputs = InputEncoder(codec, self.fleet)
         self.files, self.batches = Files(journal), Batches(journal)
         self.style = AnswerStyle(config.tool_call_parser, config.reasoning_parser, codec.chat_template)
-        dispatch = Dispatch(config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, metrics)
+        dispatch = Dispatch(
+            config, self.fleet, placement, journal, self.migrator, self.sweeper, self.live, keyring, metrics
+        )
         relay = Relay(config, self.fleet, journal, codec, self.sessions, dispatch, metrics)
         self.gateway = Gateway(
             config, self.fleet, journal, codec, self.sessions, self.live, relay, metrics, self.tracing

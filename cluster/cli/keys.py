@@ -16,7 +16,7 @@ import click
 from cluster.cli.client import print_rows
 from holdfast.errors import HoldfastError
 from router.access.audit_log import AuditLog
-from router.access.keys import ROLES, Limits, Role, StoredKey, new_key, read_keys, write_keys
+from router.access.keys import ROLES, Limits, Role, StoredKey, check_groups, new_key, read_keys, write_keys
 
 DAY_S = 86400.0
 
@@ -44,6 +44,12 @@ def _file_options(command: Any) -> Any:
 @click.option("--max-turns", type=click.IntRange(1), help="turns of the tenant at once, on one router")
 @click.option("--max-sessions", type=click.IntRange(1), help="open sessions of the tenant")
 @click.option("--tokens-per-min", type=click.IntRange(1), help="tokens of the tenant, on one router")
+@click.option(
+    "--kv-share",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="the part of each worker's KV that others cannot take; what is beyond it is evicted first",
+)
+@click.option("--share-group", help="tenants of the same group share cached prefixes, and a KV share")
 def create(
     file: Path,
     audit_log: Path | None,
@@ -53,12 +59,16 @@ def create(
     max_turns: int | None,
     max_sessions: int | None,
     tokens_per_min: int | None,
+    kv_share: float | None,
+    share_group: str | None,
 ) -> None:
     """Print a new key. It is not kept, so nobody can print it again."""
-    limits = Limits(max_turns=max_turns, max_sessions=max_sessions, tokens_per_min=tokens_per_min)
-    key, stored = new_key(tenant, roles, limits, time.time() + days * DAY_S if days is not None else None)
+    limits = Limits(max_turns=max_turns, max_sessions=max_sessions, tokens_per_min=tokens_per_min, kv_share=kv_share)
+    expires_at = time.time() + days * DAY_S if days is not None else None
+    key, stored = new_key(tenant, roles, limits, expires_at, share_group)
     with _edited(file) as known:
         known.append(stored)
+        check_groups(known)
     _log(audit_log, "create key", stored)
     click.echo(key)
 
@@ -76,11 +86,14 @@ def list_keys(file: Path, audit_log: Path | None, as_json: bool) -> None:
             "max_turns": key.limits.max_turns,
             "max_sessions": key.limits.max_sessions,
             "tokens_per_min": key.limits.tokens_per_min,
+            "kv_share": key.limits.kv_share,
+            "share_group": key.share_group,
             "expires": datetime.fromtimestamp(key.expires_at, UTC).isoformat("T", "minutes") if key.expires_at else "",
         }
         for key in read_keys(file)
     ]
-    titles = {name: name.replace("_", " ") for name in ("key_id", "tenant", "roles", *Limits.model_fields)}
+    names = ("key_id", "tenant", "roles", *Limits.model_fields, "share_group")
+    titles = {name: name.replace("_", " ") for name in names}
     print_rows(rows, titles | {"expires": "expires"}, as_json)
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from holdfast.errors import ConfigError, Unauthenticated
+from holdfast.v1 import worker_pb2
 
 log = logging.getLogger("holdfast.router")
 Role = Literal["user", "operator", "metrics"]
@@ -28,6 +29,8 @@ PREFIX = "hf-"
 ID_CHARS = 12
 RELOAD_S = 1.0
 """Between two looks at the file."""
+GROUP = "group:"
+"""What a group's scope begins with: no tenant's name does."""
 TENANT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
@@ -40,6 +43,8 @@ class Limits(BaseModel):
     max_sessions: int | None = Field(None, ge=1)
     """Open ones, of all routers over one journal."""
     tokens_per_min: int | None = Field(None, ge=1)
+    kv_share: float | None = Field(None, gt=0, le=1)
+    """Of each worker's KV: what is beyond it is evicted first, and evicts nobody. The same on all routers."""
 
 
 NO_LIMITS = Limits()
@@ -55,6 +60,8 @@ class StoredKey(BaseModel):
     tenant: Annotated[str, StringConstraints(pattern=TENANT)]
     roles: frozenset[Role] = frozenset(("user",))
     limits: Limits = NO_LIMITS
+    share_group: Annotated[str, StringConstraints(pattern=TENANT)] | None = None
+    """Tenants of one group share cached prefixes, and a share of the KV."""
     created_at: float = 0.0
     expires_at: float | None = None
 
@@ -79,7 +86,11 @@ ANYBODY = Identity("", frozenset(ROLES))
 
 
 def new_key(
-    tenant: str, roles: Iterable[Role] = ("user",), limits: Limits = NO_LIMITS, expires_at: float | None = None
+    tenant: str,
+    roles: Iterable[Role] = ("user",),
+    limits: Limits = NO_LIMITS,
+    expires_at: float | None = None,
+    share_group: str | None = None,
 ) -> tuple[str, StoredKey]:
     """A key, which nobody will see again, and what is kept of it. Raises ConfigError."""
     key = PREFIX + secrets.token_urlsafe(32)
@@ -91,6 +102,7 @@ def new_key(
             tenant=tenant,
             roles=frozenset(roles),
             limits=limits,
+            share_group=share_group,
             created_at=time.time(),
             expires_at=expires_at,
         )
@@ -109,7 +121,7 @@ def given_key(key: str, roles: Iterable[Role] = ("user",)) -> StoredKey:
 def read_keys(path: Path) -> list[StoredKey]:
     """The keys of a file; none if there is no file. Raises ConfigError."""
     try:
-        return _KeyFile.model_validate_json(path.read_bytes()).keys
+        keys = _KeyFile.model_validate_json(path.read_bytes()).keys
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -118,6 +130,18 @@ def read_keys(path: Path) -> list[StoredKey]:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"api_key_file: {path}: {place}: {first['msg']}") from None
+    check_groups(keys)
+    return keys
+
+
+def check_groups(keys: Iterable[StoredKey]) -> None:
+    """Raises ConfigError if keys of one tenant are of several groups."""
+    group_of: dict[str, str | None] = {}
+    for key in keys:
+        if group_of.setdefault(key.tenant, key.share_group) != key.share_group:
+            raise ConfigError(
+                f"api_key_file: share_group: the keys of tenant {key.tenant} must all have the same, or none"
+            )
 
 
 def write_keys(path: Path, keys: Sequence[StoredKey]) -> None:
@@ -143,6 +167,7 @@ class Keyring:
         self._stamp, self._looked_at = _stamp(file), time.monotonic()
         self._stored: dict[str, StoredKey] = {}
         self._limits: dict[str, Limits] = {}
+        self._scopes: dict[str, worker_pb2.KVScope] = {}
         self._keep(read_keys(file) if file is not None else [])
 
     def _keep(self, in_file: Sequence[StoredKey]) -> None:
@@ -151,6 +176,7 @@ class Keyring:
         for key in self._stored.values():
             by_tenant.setdefault(key.tenant, []).append(key.limits)
         self._limits = {tenant: _least(limits) for tenant, limits in by_tenant.items()}
+        self._scopes = _scopes(self._stored.values())
 
     @property
     def is_open(self) -> bool:
@@ -165,6 +191,10 @@ class Keyring:
     def limits_of(self, tenant: str) -> Limits:
         """A tenant's: of each, the least that one of its keys has."""
         return self._limits.get(tenant, NO_LIMITS)
+
+    def scope_of(self, tenant: str) -> worker_pb2.KVScope:
+        """With whom a tenant shares prefixes, and the KV that they may keep from others: the least of their keys'."""
+        return self._scopes.get(tenant) or worker_pb2.KVScope(name=tenant)
 
     def identify(self, authorization: str | None) -> Identity:
         """Whom a header ``Authorization: Bearer KEY`` comes from. Raises Unauthenticated."""
@@ -195,6 +225,18 @@ def _least(limits: Sequence[Limits]) -> Limits:
         name: [value for each in limits if (value := getattr(each, name)) is not None] for name in Limits.model_fields
     }
     return Limits(**{name: min(values) for name, values in given.items() if values})
+
+
+def _scopes(keys: Iterable[StoredKey]) -> dict[str, worker_pb2.KVScope]:
+    names = {key.tenant: f"{GROUP}{key.share_group}" if key.share_group else key.tenant for key in keys}
+    shares: dict[str, float] = {}
+    for key in keys:
+        if key.limits.kv_share is not None:
+            shares[names[key.tenant]] = min(key.limits.kv_share, shares.get(names[key.tenant], 1.0))
+    return {
+        tenant: worker_pb2.KVScope(name=name, share_ppm=max(1, round(shares[name] * 1e6)) if name in shares else 0)
+        for tenant, name in names.items()
+    }
 
 
 def _digest(key: str) -> str:

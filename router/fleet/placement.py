@@ -67,23 +67,23 @@ class Placement:
     def choose(
         self,
         workers: list[WorkerView],
-        tenant: str,
+        scope: str,
         tokens: array[int],
         cache_key: str = "",
         copied_near: Collection[str] = (),
     ) -> str | None:
         """The worker on which the turn should start soonest; None if there are no workers.
 
-        ``copied_near``: the workers on whose nodes there are copies of the turn's KV. Turns with the same
-        ``cache_key`` (OpenAI's ``prompt_cache_key``) go to the same worker while it has room.
+        ``scope``: whose prefixes it shares. ``copied_near``: the workers on whose nodes there are copies of the turn's
+        KV. Turns with the same ``cache_key`` (OpenAI's ``prompt_cache_key``) go to the same worker while it has room.
         """
         if not workers:
             return None
         by_name = {worker.name: worker for worker in workers}
-        wanted = self._keys.get(f"{tenant}/{cache_key}") if cache_key else None
+        wanted = self._keys.get(f"{scope}/{cache_key}") if cache_key else None
         if wanted in by_name and by_name[wanted].live_turns < by_name[wanted].max_turns:
             return wanted
-        cached = self._cached_tokens(tenant, tokens)
+        cached = self._cached_tokens(scope, tokens)
 
         def cost(worker: WorkerView) -> tuple[float, int, str]:
             compute = (len(tokens) - cached.get(worker.name, 0)) * (COPIED_COST if worker.name in copied_near else 1.0)
@@ -91,17 +91,17 @@ class Placement:
 
         return min(workers, key=cost).name
 
-    def remember(self, worker: str, tenant: str, tokens: array[int], cache_key: str = "") -> None:
+    def remember(self, worker: str, scope: str, tokens: array[int], cache_key: str = "") -> None:
         """``worker`` has computed ``tokens``."""
-        for digest in _chunk_digests(tenant, tokens):
+        for digest in _chunk_digests(scope, tokens):
             holders = self._chunks.setdefault(digest, OrderedDict())
             holders[worker] = None
             self._chunks.move_to_end(digest)
         while len(self._chunks) > MAX_CHUNKS:
             self._chunks.popitem(last=False)
         if cache_key:
-            self._keys[f"{tenant}/{cache_key}"] = worker
-            self._keys.move_to_end(f"{tenant}/{cache_key}")
+            self._keys[f"{scope}/{cache_key}"] = worker
+            self._keys.move_to_end(f"{scope}/{cache_key}")
             if len(self._keys) > MAX_KEYS:
                 self._keys.popitem(last=False)
 
@@ -112,9 +112,9 @@ class Placement:
         for key in [key for key, name in self._keys.items() if name == worker]:
             del self._keys[key]
 
-    def _cached_tokens(self, tenant: str, tokens: array[int]) -> dict[str, int]:
+    def _cached_tokens(self, scope: str, tokens: array[int]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for i, digest in enumerate(_chunk_digests(tenant, tokens)):
+        for i, digest in enumerate(_chunk_digests(scope, tokens)):
             holders = self._chunks.get(digest)
             if not holders:
                 break
@@ -124,8 +124,8 @@ class Placement:
         return found
 
 
-def _chunk_digests(tenant: str, tokens: array[int]) -> list[bytes]:
-    digests, digest = [], hashlib.blake2b(tenant.encode(), digest_size=16).digest()
+def _chunk_digests(scope: str, tokens: array[int]) -> list[bytes]:
+    digests, digest = [], hashlib.blake2b(scope.encode(), digest_size=16).digest()
     end = min(len(tokens), MAX_PREFIX_CHUNKS * CHUNK_TOKENS)
     for start in range(0, end - CHUNK_TOKENS + 1, CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS].tobytes()

@@ -9,6 +9,7 @@ import time
 from holdfast.errors import HoldfastError, NoWorkerAvailable
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import worker_pb2
+from router.access.keys import Keyring
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.link import Home, TurnInbox, WorkerLink
@@ -37,6 +38,7 @@ class Dispatch:
         migrator: Migrator,
         sweeper: Sweeper,
         live: LiveTurns,
+        keyring: Keyring,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -46,6 +48,7 @@ class Dispatch:
         self._migrator = migrator
         self._sweeper = sweeper
         self._live = live
+        self._keyring = keyring
         self._metrics = metrics
 
     async def place(self, turn: LiveTurn, *, repin: bool = False) -> None:
@@ -81,6 +84,7 @@ class Dispatch:
             sampling=turn.sampling,
             ephemeral=session is None,
             kv_nodes=self._kv_nodes(turn, session, full=full),
+            scope=self._keyring.scope_of(turn.request.tenant),
         )
         return turn.worker.submit(submit)
 
@@ -113,7 +117,8 @@ class Dispatch:
         request = turn.request
         if turn.session is not None:
             turn.session.kv_nodes = ()
-        self._placement.remember(turn.worker.name, request.tenant, turn.tokens, request.cache_key)
+        scope = self._keyring.scope_of(request.tenant).name
+        self._placement.remember(turn.worker.name, scope, turn.tokens, request.cache_key)
 
     async def _pin(self, turn: LiveTurn, session: Session, link: WorkerLink) -> None:
         """Pin the session to a worker. KV on a previous worker that is alive is migrated."""
@@ -148,7 +153,8 @@ class Dispatch:
             load = self._live.num_by_worker()
             views = [link.view(load[link]) for link in self._fleet.admitting()]
             near = self._fleet.near(home)
-            name = self._placement.choose(views, request.tenant, turn.tokens, request.cache_key, near)
+            scope = self._keyring.scope_of(request.tenant).name
+            name = self._placement.choose(views, scope, turn.tokens, request.cache_key, near)
             link = self._fleet.link(name) if name is not None else None
             if link is not None:
                 return link

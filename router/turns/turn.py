@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from holdfast.names import scoped
 from holdfast.v1 import session_pb2
 from router.fleet.link import WorkerLink
 from router.tracing import TurnTrace
@@ -137,7 +138,7 @@ class LiveTurn:
     @property
     def slot_name(self) -> str:
         """The name of its slot on the worker."""
-        return self.session.session_id if self.session else f"turn-{self.submission}"
+        return self.session.session_id if self.session else scoped(self.request.tenant, f"turn-{self.submission}")
 
     @property
     def num_output(self) -> int:

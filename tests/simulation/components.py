@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError
 from holdfast.silence import silent_for
-from holdfast.v1 import session_pb2_grpc
+from holdfast.v1 import session_pb2_grpc, worker_pb2
 from router.access.keys import Keyring
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
@@ -35,6 +35,9 @@ STARTS_S = (0.3, 2.0)
 CUT_OFF_S = (3.0, 10.0)
 """Until a node that is cut off ends what runs on it."""
 ROUTER_PORTS = (1001, 1002)
+KEYS_CHANGE_S = 3.0
+SCOPES = (("", 0), ("", 550_000), ("group:a", 550_000), ("", 700_000), ("group:b", 0))
+"""Whose prefixes turns share, and their shares of each pool in millionths, one after another."""
 
 
 async def died_or_silent(world: World, processes: list[Process], probed: Process, silence_s: float) -> str:
@@ -73,6 +76,19 @@ class _Codec:
         return ""
 
 
+class _Keys(Keyring):
+    """One tenant's keys, which name other scopes from time to time. Each share has room for the longest turn."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def scope_of(self, tenant: str) -> worker_pb2.KVScope:
+        number = int(self._world.loop.time() / KEYS_CHANGE_S) if self._world.keys_change else 0
+        name, share_ppm = SCOPES[number % len(SCOPES)]
+        return worker_pb2.KVScope(name=name, share_ppm=share_ppm)
+
+
 class Router:
     """A router component: its port, and the process that serves it now."""
 
@@ -96,7 +112,7 @@ class Router:
         async def serve() -> RouterCore:
             journal = world.journal(process.name)
             await journal.start()
-            core = RouterCore(world.router_config, journal, _Codec(), Metrics(), Keyring())  # type: ignore[arg-type]
+            core = RouterCore(world.router_config, journal, _Codec(), Metrics(), _Keys(world))  # type: ignore[arg-type]
             core.start()
             server = world.network.server()
             session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(core), server)

@@ -104,6 +104,7 @@ def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callabl
         kv_store=kv_store,
         zero_freed_pages=result.seed % 3 == 0,
     )
+    cluster.keys_change = result.seed % 3 == 2
     with simulated_edges(lambda: cluster.network, random.Random(result.seed)):
         try:
             loop.run_until_complete(_play(cluster, rng, result))

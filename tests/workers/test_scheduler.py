@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import PromptTooLong, QueueFull, SessionBusy
-from workers.kv import Outcome, SessionCache, full_group, window_group
+from workers.kv import OWN_SCOPE, KVScope, Outcome, SessionCache, full_group, window_group
 from workers.kv.slot import new_tokens
 from workers.scheduling import SamplingParams, Scheduler, SchedulerLimits, Step, Turn
 
@@ -50,9 +50,17 @@ class Played:
         self.scheduler = Scheduler(self.cache, limits)
         self.waited: dict[str, int] = {}
 
-    def turn(self, turn_id: str, session_id: str, tokens: list[int], params: SamplingParams, tenant: str = "") -> Turn:
-        given = {"end_tokens": self.end_tokens, "max_len": self.scheduler.max_len}
-        return Turn(turn_id, session_id, tenant, new_tokens(tokens), len(tokens), 0, params, **given)
+    def turn(
+        self,
+        turn_id: str,
+        session_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        scope: KVScope = OWN_SCOPE,
+    ) -> Turn:
+        given = {"end_tokens": self.end_tokens, "max_len": self.scheduler.max_len_of(scope)}
+        return Turn(turn_id, session_id, tenant, new_tokens(tokens), len(tokens), 0, params, scope, **given)
 
     def step(self) -> Step:
         step = self.scheduler.plan()
@@ -87,6 +95,12 @@ class Played:
         if waits and self.scheduler._head_is_blocked:
             assert not any(turn.params.background for turn in self.scheduler.running.values())
 
+    def run(self, turn: Turn) -> None:
+        """Until it ended."""
+        self.scheduler.submit(turn)
+        while not turn.ended:
+            self.step()
+
 
 @settings(max_examples=150, deadline=None)
 @example(
@@ -97,6 +111,7 @@ class Played:
     windows=(),
     overlap=True,
     end_tokens=set(),
+    shares=(0, 0, 0),
 )  # ends where the pool does
 @given(
     arrivals=ARRIVALS,
@@ -106,6 +121,7 @@ class Played:
     windows=st.sampled_from([(), (3,), (30,), (2, 17)]),
     overlap=st.booleans(),
     end_tokens=st.sampled_from([(), (4,)]),
+    shares=st.sampled_from([(0, 0, 0), (300_000, 0, 0), (200_000, 500_000, 0), (300_000, 300_000, 900_000)]),
 )
 def test_every_turn_ends_and_no_page_is_lost(
     arrivals: list,
@@ -115,13 +131,15 @@ def test_every_turn_ends_and_no_page_is_lost(
     windows: tuple[int, ...],
     overlap: bool,
     end_tokens: Collection[int],
+    shares: tuple[int, ...],
 ) -> None:
     num_pages = -(-tokens // page_size) + 1
     played = Played(page_size, num_pages, step_tokens, windows, overlap=overlap, end_tokens=end_tokens)
     scheduler, ended = played.scheduler, 0
     for number, (session, size, output, pause, aborted, background) in enumerate(arrivals):
         params = SamplingParams(max_tokens=output, background=background)
-        turn = played.turn(f"t{number}", f"s{session}", [session] * size, params)
+        scope = KVScope(f"scope {session % 3}", shares[session % 3])
+        turn = played.turn(f"t{number}", f"s{session}", [session] * size, params, scope=scope)
         try:
             scheduler.submit(turn)
         except (SessionBusy, QueueFull, PromptTooLong):
@@ -235,3 +253,62 @@ def test_a_paused_scheduler_computes_nothing_and_keeps_its_turns() -> None:
         played.step()
     assert [turn.num_output for turn in turns] == [8, 8]
     assert played.scheduler.num_recomputed == 2 * computed
+
+
+HALF = KVScope("half", 500_000)
+
+
+def test_a_scope_beyond_its_share_evicts_nobody_and_blocks_nobody() -> None:
+    played = Played(page_size=4, num_pages=16, step_tokens=40)
+    scheduler, one = played.scheduler, SamplingParams(max_tokens=1)
+    played.run(played.turn("0", "b", [2] * 28, one, "b"))
+    # Of 16 pages, b's idle session has 7. Both of the scope's turns fit, into what is free and their own.
+    for number in range(4):
+        played.run(played.turn(f"a{number}", f"a{number}", [10 + number] * 20, one, "a", HALF))
+        assert played.cache.slots["b"].committed_len == 28, (
+            "an idle session is not evicted for a scope beyond its share"
+        )
+    long = SamplingParams(max_tokens=30)
+    turns = [played.turn(f"x{number}", f"x{number}", [20 + number] * 20, long, "a", HALF) for number in range(3)]
+    for turn in turns:
+        scheduler.submit(turn)
+    played.step()
+    assert len(scheduler.running) == 1 and scheduler._blocked_scopes == {"half"} and not scheduler._head_is_blocked
+    later = played.turn("later", "c", [3] * 4, one, "c")
+    played.run(later)
+    assert not turns[0].ended and played.cache.slots["b"].committed_len == 28, "c takes what the scope has too much"
+    for _ in range(200):
+        played.step()
+    assert all(turn.ended for turn in turns)
+
+
+def test_what_a_scope_has_beyond_its_share_is_evicted_before_older_sessions() -> None:
+    played = Played(page_size=4, num_pages=16, step_tokens=40)
+    one, small = SamplingParams(max_tokens=1), KVScope("small", 250_000)
+    played.run(played.turn("0", "b", [2] * 24, one, "b", HALF))
+    for number in range(4):
+        played.run(played.turn(f"a{number}", f"a{number}", [10 + number] * 8, one, "a", small))
+    played.run(played.turn("1", "c", [3] * 20, one, "c"))
+    assert played.cache.slots["b"].committed_len == 24 and "a0" not in played.cache.slots
+
+
+def test_running_turns_beyond_a_share_yield_to_turns_within_one() -> None:
+    played = Played(page_size=4, num_pages=16, step_tokens=40)
+    scheduler, long = played.scheduler, SamplingParams(max_tokens=8)
+    greedy = [played.turn(f"g{n}", f"g{n}", [n] * 18, long, "a", HALF) for n in range(3)]
+    for turn in greedy:
+        scheduler.submit(turn)
+    played.step()
+    assert len(scheduler.running) == 3, "while nobody else needs the pages"
+    modest = played.turn("m", "m", [9] * 20, SamplingParams(max_tokens=1), "b", HALF._replace(name="other half"))
+    played.run(modest)
+    assert scheduler.num_retracted and greedy[0].turn_id in scheduler.running
+    for _ in range(50):
+        played.step()
+    assert all(turn.ended for turn in greedy)
+
+
+def test_a_prompt_longer_than_a_share_is_refused() -> None:
+    played = Played(page_size=4, num_pages=16, step_tokens=40)
+    with pytest.raises(PromptTooLong, match=r"27 tokens that your share of a worker's KV has room for"):
+        played.scheduler.submit(played.turn("t", "s", [1] * 28, SamplingParams(), "a", HALF))

@@ -66,6 +66,19 @@ def test_a_tenants_limits_are_the_least_of_its_keys() -> None:
     assert ring.limits_of("a") == Limits(max_turns=3, tokens_per_min=90) and ring.limits_of("b") == Limits()
 
 
+def test_tenants_of_a_share_group_have_one_scope_and_its_least_share(tmp_path: Path) -> None:
+    kept = [
+        new_key(tenant, limits=Limits(kv_share=share), share_group=group)[1]
+        for tenant, share, group in (("a", 0.5, "g"), ("b", 0.25, "g"), ("c", 0.1, None), ("d", None, None))
+    ]
+    ring = Keyring(kept)
+    scopes = [(ring.scope_of(name).name, ring.scope_of(name).share_ppm) for name in "abcde"]
+    assert scopes == [("group:g", 250_000), ("group:g", 250_000), ("c", 100_000), ("d", 0), ("e", 0)]
+    write_keys(tmp_path / "keys", [*kept, new_key("a")[1]])
+    with pytest.raises(ConfigError, match="share_group: the keys of tenant a"):
+        Keyring(file=tmp_path / "keys")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -108,12 +121,16 @@ def run(*words: str, **environment: str) -> str:
 def test_the_command_line_makes_shows_and_revokes_keys(tmp_path: Path) -> None:
     file, log = str(tmp_path / "keys"), str(tmp_path / "log")
     where = {"HOLDFAST_API_KEY_FILE": file, "HOLDFAST_AUDIT_LOG": log}
-    mine = run("keys", "create", "--tenant", "acme", "--max-turns", "3", "--days", "2", **where)
+    shared = ("--kv-share", "0.25", "--share-group", "partners")
+    mine = run("keys", "create", "--tenant", "acme", "--max-turns", "3", "--days", "2", *shared, **where)
     boss = run("keys", "create", "--tenant", "ops", "--role", "operator", "--role", "metrics", **where)
     ring = Keyring(file=Path(file))
     assert ring.identify(mine).roles == {"user"} and ring.identify(boss).roles == {"operator", "metrics"}
     rows = json.loads(run("keys", "list", "--json", **where))
-    assert [(row["tenant"], row["max_turns"]) for row in rows] == [("acme", 3), ("ops", None)]
+    shown = [(row["tenant"], row["max_turns"], row["kv_share"], row["share_group"]) for row in rows]
+    assert shown == [("acme", 3, 0.25, "partners"), ("ops", None, None, None)]
+    refused = CliRunner().invoke(cli, ["keys", "create", "--tenant", "acme"], env=where)
+    assert refused.exit_code and "share_group" in str(refused.exception)
     assert run("keys", "revoke", rows[0]["key_id"], **where) == ""
     with pytest.raises(Unauthenticated):
         ring.identify(mine)
