@@ -158,10 +158,10 @@ class SessionCache(SlotStore):
 
     def _extend(self, slot: Slot, allocated_len: int, reserved_len: int) -> None:
         assert slot.running, f"session {slot.session_id} has no running turn to extend"
-        size, tables = self.page_size, slot.tables
+        size, tables, is_short = self.page_size, slot.tables, False
         window_end, end = -(-allocated_len // size), -(-reserved_len // size)
         shared = [] if slot.owns_tail else self._shared_partial(slot)
-        wanted, is_short = [], False
+        wanted = []
         for group in self.groups:
             table = tables[group.index]
             count = (window_end if group.window else end) - len(table.pages)
@@ -215,7 +215,9 @@ class SessionCache(SlotStore):
         if end // self.page_size > start // self.page_size:
             self._index_full_pages(slot)
         for group in self.windows:
-            group.slide(slot.tables[group.index], end)
+            table = slot.tables[group.index]
+            if end >= table.slides_from:
+                group.slide(table, end)
 
     def finish(self, session_id: str, turn_id: str, outcome: Outcome, known: array[int] | None = None) -> None:
         """End a turn, whatever ended it: the one way out (law L7). Idempotent; an unknown turn is ignored.
@@ -231,7 +233,7 @@ class SessionCache(SlotStore):
         elif outcome is Outcome.COMPLETED:
             del slot.tokens[slot.committed_len :]
             slot.tokens.extend(known or ())
-            if self.windows:
+            if self.windows and slot.base_len not in slot.turn_starts:
                 self._add_turn_start(slot)
         self._cut(slot, min(slot.committed_len, len(slot.tokens)))
         slot.running = False
@@ -240,7 +242,7 @@ class SessionCache(SlotStore):
             if slot.ephemeral:
                 self._drop(slot)
                 return
-        if self.windows:
+        if self.windows and (slot.turn_id is not None or slot.turn_starts != slot.protected_points):
             self._slide(slot)
         self._idle[session_id] = slot
         self._idle.move_to_end(session_id)
@@ -358,7 +360,7 @@ class SessionCache(SlotStore):
         slot.turn_starts = tuple(start for start in slot.turn_starts if start <= keep_len)
 
     def _add_turn_start(self, slot: Slot) -> None:
-        if self._num_resume_points and slot.base_len not in slot.turn_starts:
+        if self._num_resume_points:
             slot.turn_starts = (*slot.turn_starts, slot.base_len)[-self._num_resume_points :]
 
     def _take_cached_prefix(self, slot: Slot, tokens: array[int]) -> None:

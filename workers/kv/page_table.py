@@ -44,6 +44,8 @@ class PageTable:
     protected: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of columns that sliding keeps: the windows before the slot's resume points. What is held below
     ``num_evicted`` lies in them."""
+    slides_from: int = 0
+    """Sliding frees nothing below this committed length. 0: not known."""
     digest: int = 0
     """The sum of ``hash((column, page))`` over the held entries."""
     charged_to: ScopePages | None = None
@@ -65,7 +67,11 @@ class PageTable:
 class GroupTables:
     """One group: its pool, and all operations on its tables. A table grows at its end and is cut from it.
 
-    This class serves whole-prefix groups, which can resume from any length.
+    A whole-prefix group holds every page and can resume from any length. A window group holds, before each resume
+    point and before the committed length, ``window`` tokens: one more than the next token attends to, so that the last
+    committed token can be computed again (its logits start an output).
+
+    One class for both: where the interpreter meets two at one place, each call there takes three times as long.
     """
 
     def __init__(
@@ -82,14 +88,6 @@ class GroupTables:
     @property
     def name(self) -> str:
         return self.spec.name
-
-    def resumable_len(self, table: PageTable, wanted_len: int) -> int:
-        """The greatest length, at most ``wanted_len``, whose next token can be computed from what is held."""
-        return wanted_len
-
-    def first_needed(self, length: int) -> int:
-        """The first column that must be held to compute the token at position ``length``."""
-        return 0
 
     def append_free(self, table: PageTable, count: int) -> None:
         """Append free pages, which the caller has reserved."""
@@ -118,20 +116,6 @@ class GroupTables:
         table.digest += hash((column, page))
         table.pages.append(page)
 
-    def skip_to(self, table: PageTable, column: int) -> None:
-        """Continue the table at ``column`` without pages before it. Only window groups have such entries."""
-        assert len(table.pages) >= column, f"a {self.name} group holds every page"
-
-    def append_imported(self, table: PageTable, end: int, columns: Collection[int]) -> None:
-        """Append entries up to column ``end``, with free pages for ``columns``: those that another worker sends."""
-        if end > len(table.pages):
-            self.append_free(table, end - len(table.pages))
-
-    def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:
-        """Give an empty table what a slot with the first ``committed_len`` tokens of ``parent`` holds."""
-        for page in parent.pages[: -(-committed_len // self._size)]:
-            self.append_shared(child, page)
-
     def copy_last_page(self, table: PageTable) -> None:
         """Replace the last page, a shared one, by a copy in a free page (law L4)."""
         # The pending copy takes over the slot's reference to the old page until the copy is made.
@@ -145,13 +129,14 @@ class GroupTables:
         pages, num_freed, column = table.pages, 0, len(table.pages)
         if self._copies and column > num_kept:
             self._cancel_copies(pages[num_kept:])
+        decref = self.pool.decref
         while column > num_kept:
             column, page = column - 1, pages.pop()
             if page != FREED:
                 table.digest -= hash((column, page))
-                num_freed += self.pool.decref(page)
+                num_freed += decref(page)
         if num_kept <= table.num_evicted:
-            table.num_evicted = num_kept
+            table.num_evicted, table.slides_from = num_kept, 0
             self._find_held(table)
         return num_freed
 
@@ -160,29 +145,18 @@ class GroupTables:
         while table.num_evicted and table.pages[table.num_evicted - 1] != FREED:
             table.num_evicted -= 1
 
-    def slide(self, table: PageTable, committed_len: int) -> int:
-        """Free what neither the next token nor a resume point needs. Returns how many pages became free."""
-        return 0
-
-    def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
-        """Set the lengths, besides the committed one, whose windows are held. Returns how many pages became free."""
-        return 0
-
     def _cancel_copies(self, targets: list[int]) -> None:
         # A freed page must not be written any more: another slot may own it by then.
         for copy in [c for c in self._copies if c.group == self.index and c.target in targets]:
             self._copies.remove(copy)
             self.pool.decref(copy.source)
 
-
-class WindowTables(GroupTables):
-    """A window group. It holds, before each resume point and before the committed length, ``window`` tokens.
-
-    One token more than the next token attends to, so that the last committed token can be computed again
-    (its logits start an output).
-    """
+    # ---- what a window changes ---------------------------------------------------------------------
 
     def resumable_len(self, table: PageTable, wanted_len: int) -> int:
+        """The greatest length, at most ``wanted_len``, whose next token can be computed from what is held."""
+        if not self.window:
+            return wanted_len
         size, window, pages, length = self._size, self.window, table.pages, wanted_len
         while True:
             first = (length - window + 1) // size
@@ -198,15 +172,25 @@ class WindowTables(GroupTables):
             length = column * size
 
     def first_needed(self, length: int) -> int:
+        """The first column that must be held to compute the token at position ``length``."""
+        if not self.window:
+            return 0
         return max(0, length - self.window + 1) // self._size
 
     def skip_to(self, table: PageTable, column: int) -> None:
+        """Continue the table at ``column`` without pages before it. Only window groups have such entries."""
+        assert self.window or len(table.pages) >= column, f"a {self.name} group holds every page"
         if column > len(table.pages):
             self._evict_up_to(table, len(table.pages))
             table.pages += [FREED] * (column - len(table.pages))
-            table.num_evicted = column
+            table.num_evicted, table.slides_from = column, 0
 
     def append_imported(self, table: PageTable, end: int, columns: Collection[int]) -> None:
+        """Append entries up to column ``end``, with free pages for ``columns``: those that another worker sends."""
+        if not self.window:
+            if end > len(table.pages):
+                self.append_free(table, end - len(table.pages))
+            return
         first, sent = len(table.pages), set(columns)
         for column in range(first, end):
             if column in sent:
@@ -214,10 +198,16 @@ class WindowTables(GroupTables):
             else:
                 table.pages.append(FREED)
         # The sender's resume points are protected when they are known here; until then, what was held stays too.
+        table.slides_from = 0
         table.protected.append((table.num_evicted, end))
         self._find_evicted(table, first)
 
     def share(self, parent: PageTable, child: PageTable, committed_len: int) -> None:
+        """Give an empty table what a slot with the first ``committed_len`` tokens of ``parent`` holds."""
+        if not self.window:
+            for page in parent.pages[: -(-committed_len // self._size)]:
+                self.append_shared(child, page)
+            return
         first, end = max(0, committed_len - self.window) // self._size, -(-committed_len // self._size)
         for column in parent.held():
             if column < end and (column >= first or child.protects(column)):
@@ -231,16 +221,23 @@ class WindowTables(GroupTables):
         pages = table.pages
         last_freed = next((c for c in range(len(pages) - 1, first - 1, -1) if pages[c] == FREED), None)
         if last_freed is not None:
-            table.num_evicted = last_freed + 1
+            table.num_evicted, table.slides_from = last_freed + 1, 0
 
     def slide(self, table: PageTable, committed_len: int) -> int:
-        end = (committed_len - self.window) // self._size
-        if end <= table.num_evicted:
+        """Free what neither the next token nor a resume point needs. Returns how many pages became free."""
+        if not self.window or committed_len < table.slides_from:
             return 0
+        num_freed, end = 0, (committed_len - self.window) // self._size
+        reached = max(end, table.num_evicted)
         for first, stop in table.protected:
             if first <= table.num_evicted and end <= stop:
-                return 0
-        return self._evict_up_to(table, end)
+                reached = max(reached, stop)
+                break
+        else:
+            if end > table.num_evicted:
+                num_freed = self._evict_up_to(table, end)
+        table.slides_from = (reached + 1) * self._size + self.window
+        return num_freed
 
     def _evict_up_to(self, table: PageTable, end: int) -> int:
         num_freed = 0
@@ -251,9 +248,13 @@ class WindowTables(GroupTables):
         return num_freed
 
     def protect(self, table: PageTable, resume_points: Sequence[int]) -> int:
+        """Set the lengths, besides the committed one, whose windows are held. Returns how many pages became free."""
+        if not self.window:
+            return 0
         # From the point's page on, not from the point: a fork of a running session shares whole pages.
         size, window, num_freed, before = self._size, self.window, 0, table.protected
         self._find_held(table)
+        table.slides_from = 0
         table.protected = [
             (max(0, point // size * size - window) // size, -(-point // size)) for point in resume_points
         ]

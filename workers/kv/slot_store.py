@@ -9,7 +9,7 @@ from holdfast.errors import OutOfPages, SessionNotFound
 from workers.kv.audit import AuditReport, audit
 from workers.kv.digest import StateDigest
 from workers.kv.groups import GroupSpec, window_pages
-from workers.kv.page_table import FREED, GroupTables, PageCopy, PageTable, TableUpdate, WindowTables
+from workers.kv.page_table import FREED, GroupTables, PageCopy, PageTable, TableUpdate
 from workers.kv.prefix import PrefixIndex, chain_digest
 from workers.kv.scopes import KVScope, OutOfShare, ScopePages, Scopes
 from workers.kv.slot import Slot
@@ -41,8 +41,7 @@ class SlotStore:
         to its source."""
         self._updates: list[TableUpdate] = []
         self.groups = tuple(
-            (WindowTables if spec.window else GroupTables)(i, spec, page_size, self._updates, self.pending_copies)
-            for i, spec in enumerate(groups)
+            GroupTables(i, spec, page_size, self._updates, self.pending_copies) for i, spec in enumerate(groups)
         )
         self.windows = tuple(group for group in self.groups if group.window)
         self.scopes = Scopes([group.pool.num_pages for group in self.groups])
@@ -101,7 +100,9 @@ class SlotStore:
         """The greatest length, at most ``wanted_len``, from which every group can resume (law L5)."""
         length = wanted_len
         for group in self.windows:
-            length = group.resumable_len(slot.tables[group.index], length)
+            table = slot.tables[group.index]
+            if (length - group.window + 1) // self.page_size < table.num_evicted:
+                length = group.resumable_len(table, length)
         # What a later group cut to must suit the earlier ones too.
         return length if length == wanted_len or len(self.windows) == 1 else self._resumable_len(slot, length)
 

@@ -17,7 +17,7 @@ from tests.workers.kv.test_state_machine import KVCore
 from workers.engine.step_log import RecordedCache
 from workers.kv import KVScope, SessionCache
 from workers.kv.digest import StateDigest
-from workers.kv.page_table import GroupTables, PageTable, WindowTables
+from workers.kv.page_table import GroupTables, PageTable
 from workers.kv.pages import PagePool
 from workers.kv.prefix import PrefixIndex
 from workers.kv.scopes import ScopePages
@@ -26,12 +26,12 @@ from workers.kv.slot_store import SlotStore
 
 MAX_EXAMPLES, CONTROL_EXAMPLES = 4000, 300
 """Far above what a bug takes (some hundreds at most), and what is played where there is none."""
-_slide, _element, _add = WindowTables.slide, StateDigest._element, PrefixIndex.add
+_slide, _element, _add = GroupTables.slide, StateDigest._element, PrefixIndex.add
 _slide_slot, _extend = SlotStore._slide, SessionCache._extend
 _charge, _set_share = PagePool.charge, SlotStore._set_share
 
 
-def _slide_early(self: WindowTables, table: PageTable, committed_len: int) -> int:
+def _slide_early(self: GroupTables, table: PageTable, committed_len: int) -> int:
     return _slide(self, table, committed_len + 1)
 
 
@@ -82,7 +82,7 @@ def _set_share_on_the_leader_alone(self: SlotStore, scope: KVScope) -> None:
 
 
 PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "a window page is freed one token early": lambda: mock.patch.object(WindowTables, "slide", _slide_early),
+    "a window page is freed one token early": lambda: mock.patch.object(GroupTables, "slide", _slide_early),
     "the window before an abort's resume point is freed": lambda: mock.patch.object(
         SlotStore, "_slide", _slide_as_if_idle
     ),
