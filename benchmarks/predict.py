@@ -32,7 +32,7 @@ GPUS = (Gpu("H100 SXM", 3.35e12, 80e9, 989e12), Gpu("H200", 4.8e12, 141e9, 989e1
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with weights of 2 bytes: what is read for every token, and what by tokens that go there."""
+    """A decoder: what is read for every token, and what by tokens that go there. Weights have 2 bytes, or fewer."""
 
     name: str
     hidden: int
@@ -47,6 +47,8 @@ class Model:
     top_k: int = 1
     window: int = 0
     """Of every other layer."""
+    expert_bytes: float = 2.0
+    """Of a weight of an expert."""
 
     @property
     def attention_weights(self) -> int:
@@ -56,12 +58,12 @@ class Model:
     def expert_weights(self) -> int:
         return 3 * self.hidden * self.feed_forward
 
-    def weights_read(self, tokens: int) -> float:
-        """Parameters that a step of so many tokens reads: experts that no token chooses are not."""
+    def bytes_read(self, tokens: int) -> float:
+        """Of weights, in a step of so many tokens: experts that no token chooses are not read."""
         chosen = self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts > 1 else 1
         router = self.hidden * self.experts if self.experts > 1 else 0
-        each = self.attention_weights + router + chosen * self.expert_weights
-        return self.layers * each + self.vocab * self.hidden
+        each = 2 * (self.attention_weights + router) + self.expert_bytes * chosen * self.expert_weights
+        return self.layers * each + 2 * self.vocab * self.hidden
 
     def weights_used(self) -> float:
         """Parameters that one token is multiplied with, without the head."""
@@ -73,22 +75,21 @@ class Model:
         return short * min(self.window, context) + (self.layers - short) * context
 
     @property
-    def stored_weights(self) -> float:
-        return (
-            self.layers * (self.attention_weights + self.experts * self.expert_weights) + 2 * self.vocab * self.hidden
-        )
+    def stored_bytes(self) -> float:
+        experts = self.expert_bytes * self.experts * self.expert_weights
+        return self.layers * (2 * self.attention_weights + experts) + 4 * self.vocab * self.hidden
 
 
 MODELS = (
     Model("Llama 3.1 8B", 4096, 32, 32, 8, 128, 128_256, 14_336),
-    Model("gpt-oss 20B", 2880, 24, 64, 8, 64, 201_088, 2880, experts=32, top_k=4, window=128),
+    Model("gpt-oss 20B", 2880, 24, 64, 8, 64, 201_088, 2880, experts=32, top_k=4, window=128, expert_bytes=17 / 32),
 )
 
 
 def decode_ms(model: Model, gpu: Gpu, batch: int, context: int, kv_bytes: int) -> float:
     """One step of ``batch`` turns with ``context`` tokens each, whose KV has ``kv_bytes`` an element."""
     kv = batch * model.attended(context) * 2 * model.kv_heads * model.head_dim * kv_bytes
-    moved = 2 * model.weights_read(batch) + kv
+    moved = model.bytes_read(batch) + kv
     operations = 2 * batch * (model.weights_used() + model.vocab * model.hidden)
     operations += 4 * batch * model.attended(context) * model.heads * model.head_dim
     return 1e3 * max(moved / (BANDWIDTH_SHARE * gpu.bytes_per_s), operations / (PEAK_SHARE * gpu.flops))
@@ -102,7 +103,7 @@ def prefill_tokens_per_s(model: Model, gpu: Gpu, prompt: int) -> float:
 
 def fits(model: Model, gpu: Gpu, batch: int, context: int, kv_bytes: int) -> bool:
     kv = batch * model.attended(context) * 2 * model.kv_heads * model.head_dim * kv_bytes
-    return 2 * model.stored_weights + kv < 0.92 * gpu.memory_bytes
+    return model.stored_bytes + kv < 0.92 * gpu.memory_bytes
 
 
 def tables() -> str:

@@ -26,8 +26,8 @@ def test_a_device_takes_its_time_beside_the_host(monkeypatch: pytest.MonkeyPatch
 
 def test_the_document_has_what_is_predicted() -> None:
     assert predict.BEGIN + predict.tables() + predict.END in predict.DOCUMENT.read_text()
-    weights = [model.stored_weights / 1e9 for model in predict.MODELS]
-    assert weights == pytest.approx([8.03, 20.9], rel=0.01), "the models' parameters, in billions"
+    sizes = [model.stored_bytes / 1e9 for model in predict.MODELS]
+    assert sizes == pytest.approx([16.06, 13.76], rel=0.01), "the checkpoints' sizes, in GB"
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.test_logits import PagedModel, load
-from workers.models.quantized import FP4_VALUES, from_mxfp4
+from workers.kernels.backend import load_backend
+from workers.kernels.packed import FP4_VALUES, FP8Weight, MXFP4Weight, from_mxfp4
+from workers.models import read_config
+from workers.models.feed_forward import ExpertsWeights
+from workers.models.loader import Loader
+from workers.models.parallel import Shard
+from workers.models.spec import ModelConfig
+from workers.models.tensors import Tensors, weight_files
 
 BLOCK = (8, 16)
 FP8_MAX = 448.0
@@ -53,6 +61,7 @@ def test_fp8_blocks(tmp_path: Path) -> None:
     expected = logits(tmp_path)
     rewrite(tmp_path, quantized, quantization_config={"quant_method": "fp8", "weight_block_size": list(BLOCK)})
     torch.testing.assert_close(logits(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    check_packed(tmp_path, FP8Weight, expected, moe_layer=1)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -73,6 +82,50 @@ def test_mxfp4(tmp_path: Path, seed: int) -> None:
     expected = logits(tmp_path)
     rewrite(tmp_path, quantized, quantization_config={"quant_method": "mxfp4"})
     torch.testing.assert_close(logits(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    check_packed(tmp_path, MXFP4Weight, expected, moe_layer=0)
+
+
+def check_packed(folder: Path, kind: type, expected: torch.Tensor, moe_layer: int) -> None:
+    """A GPU's kernels multiply with the weights as they are stored."""
+    decoder = load(folder, kernels="triton")
+    experts = decoder.weights.layers[moe_layer].feed_forward
+    assert isinstance(experts, ExpertsWeights)
+    assert isinstance(experts.gate_up, kind) and isinstance(experts.down, kind)
+    got = PagedModel(decoder, 4).feed(list(range(5, 17)))
+    torch.testing.assert_close(got, expected[: len(got)], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "is_packed"), [(128, True), (96, False)])
+def test_a_share_that_cuts_a_group_of_mxfp4_is_dequantized(tmp_path: Path, size: int, is_packed: bool) -> None:
+    """Of 96 columns in groups of 32, each of two ranks has one and a half."""
+    make_checkpoint("gpt-oss", tmp_path, hidden_size=64, intermediate_size=size)
+    state, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = state.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+    rewrite(tmp_path, state, quantization_config={"quant_method": "mxfp4"})
+    config = read_config(tmp_path)
+    whole = experts_of(tmp_path, config, "torch_native", Shard())
+    for rank in range(2):
+        packed, plain = (experts_of(tmp_path, config, name, Shard(rank, 2)) for name in ("triton", "torch_native"))
+        assert isinstance(packed.down, MXFP4Weight) == is_packed == isinstance(packed.gate_up, MXFP4Weight)
+        for name in ("gate_up", "down"):
+            ours, theirs = getattr(packed, name), getattr(plain, name)
+            assert torch.equal(ours.dequantized(torch.float32) if is_packed else ours, theirs)
+        mine = slice(rank * size // 2, (rank + 1) * size // 2)
+        assert torch.equal(plain.down, whole.down[..., mine])  # type: ignore[index]  # torch's are tensors
+
+
+def experts_of(folder: Path, config: ModelConfig, kernels: str, shard: Shard) -> ExpertsWeights:
+    with ExitStack() as stack:
+        tensors = Tensors(weight_files(folder), stack, torch.device("cpu"), torch.float32)
+        backend = load_backend(kernels, torch.device("cpu"))
+        loader = Loader(tensors, config, config.shard(shard), shard, torch.float32, backend)
+        weights = loader.layer("model.layers.0", config.layers[0], config.shard(shard).layers[0]).feed_forward
+    assert isinstance(weights, ExpertsWeights)
+    return weights
 
 
 def by_hand(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,9 @@ class ExpertProducts:
 class Experts(Protocol):
     """The experts of one implementation. A row's result depends on the row alone (law L14)."""
 
+    reads_packed: bool
+    """Whether it multiplies with quantized weights as they are stored."""
+
     def route(
         self, logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
@@ -79,6 +82,8 @@ class TorchExperts:
 
     Each token sums its experts' outputs in the order of its choices, whatever else the batch holds.
     """
+
+    reads_packed = False
 
     def route(
         self, logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, dtype: torch.dtype

@@ -13,6 +13,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from workers.kernels.packed import PackedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
@@ -31,7 +33,7 @@ class PanelWeight:
         return len(self.data)
 
 
-Weight: TypeAlias = Tensor | PanelWeight
+Weight: TypeAlias = Tensor | PanelWeight | PackedWeight
 """A matrix ``[n, k]``, or several, as its products want it."""
 
 

@@ -10,6 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from workers.kernels.triton_fp8 import as_read
+
+PLAIN, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How weights are stored: as they are, or ``packed``."""
+
 
 @triton.jit
 def _block_rows(blocks, ends, order, block, BLOCK_M: tl.constexpr):
@@ -21,10 +26,50 @@ def _block_rows(blocks, ends, order, block, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _weights(
+    weight,
+    scales,
+    row,
+    scale_row,
+    inside,
+    k,
+    like,
+    DEPTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+):
+    """Columns ``k`` to ``k + BLOCK_K`` of rows of a weight, one row after another, in the type of ``like``."""
+    i = k + tl.arange(0, BLOCK_K)
+    mask = (i < DEPTH)[:, None] & inside[None, :]
+    groups: tl.constexpr = (DEPTH + SCALE_DEPTH - 1) // SCALE_DEPTH
+    at_scale = scale_row[None, :] * groups + (i // SCALE_DEPTH)[:, None]
+    if FORMAT == MXFP4:
+        byte = k // 2 + tl.arange(0, BLOCK_K // 2)
+        row_bytes: tl.constexpr = groups * SCALE_DEPTH // 2
+        there = inside[:, None] & (byte < row_bytes)[None, :]
+        pairs = tl.load(weight + row[:, None] * row_bytes + byte[None, :], mask=there, other=0)
+        codes = tl.trans(tl.interleave(pairs & 0xF, pairs >> 4)).to(tl.uint16)
+        # E2M1 has a bias of 1, fp16 one of 15; where its exponent is 0, so is that of the fp16.
+        bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        exponent = tl.load(scales + at_scale, mask=mask, other=0).to(tl.uint32)
+        power = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+        return tl.where(mask, values * power, 0.0).to(like.dtype)
+    elif FORMAT == FP8:
+        codes = tl.load(weight + row[None, :] * DEPTH + i[:, None], mask=mask, other=0)
+        scale = tl.load(scales + at_scale, mask=mask, other=0.0)
+        return (as_read(codes, scale) * scale).to(like.dtype)
+    else:
+        return tl.load(weight + row[None, :] * DEPTH + i[:, None], mask=mask, other=0.0).to(like.dtype)
+
+
+@triton.jit
 def expert_gate_kernel(
     out,
     x,
     weight,
+    scales,
     bias,
     order,
     blocks,
@@ -39,13 +84,17 @@ def expert_gate_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
 ):
     """Program (block of rows, block of columns): ``activation(gate) * up``, in the sorted order."""
     expert, place, there, row = _block_rows(blocks, ends, order, tl.program_id(0), BLOCK_M)
     if expert >= 0:
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < SIZE
-        first = weight + expert.to(tl.int64) * 2 * SIZE * HIDDEN
+        rows_before = expert.to(tl.int64) * 2 * SIZE
+        scales_before = expert.to(tl.int64) * ((2 * SIZE + SCALE_ROWS - 1) // SCALE_ROWS)
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, HIDDEN, BLOCK_K):
@@ -55,12 +104,16 @@ def expert_gate_kernel(
                 mask=there[:, None] & (i < HIDDEN)[None, :],
                 other=0.0,
             )
-            mask = (i < HIDDEN)[:, None] & inside[None, :]
-            at = column[None, :] * HIDDEN + i[:, None]
-            gates = tl.load(first + at, mask=mask, other=0.0)
-            ups = tl.load(first + SIZE * HIDDEN + at, mask=mask, other=0.0)
-            gate += tl.dot(rows, gates.to(rows.dtype), input_precision="ieee")
-            up += tl.dot(rows, ups.to(rows.dtype), input_precision="ieee")
+            gates = _weights(
+                weight, scales, rows_before + column, scales_before + column // SCALE_ROWS, inside, k, rows,
+                HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
+            )  # fmt: skip
+            gate += tl.dot(rows, gates, input_precision="ieee")
+            ups = _weights(
+                weight, scales, rows_before + SIZE + column, scales_before + (SIZE + column) // SCALE_ROWS, inside, k,
+                rows, HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
+            )  # fmt: skip
+            up += tl.dot(rows, ups, input_precision="ieee")
         if BIAS:
             gate += tl.load(bias + expert * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + expert * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -80,6 +133,7 @@ def expert_down_kernel(
     out,
     hidden,
     weight,
+    scales,
     bias,
     share,
     order,
@@ -91,13 +145,17 @@ def expert_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
 ):
     """Program (block of rows, block of columns): an expert's output times its share, in the tokens' order."""
     expert, place, there, row = _block_rows(blocks, ends, order, tl.program_id(0), BLOCK_M)
     if expert >= 0:
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < HIDDEN
-        first = weight + expert.to(tl.int64) * HIDDEN * SIZE
+        row_of_column = expert.to(tl.int64) * HIDDEN + column
+        scales_before = expert.to(tl.int64) * ((HIDDEN + SCALE_ROWS - 1) // SCALE_ROWS)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, SIZE, BLOCK_K):
             i = k + tl.arange(0, BLOCK_K)
@@ -106,10 +164,11 @@ def expert_down_kernel(
                 mask=there[:, None] & (i < SIZE)[None, :],
                 other=0.0,
             )
-            weights = tl.load(
-                first + column[None, :] * SIZE + i[:, None], mask=(i < SIZE)[:, None] & inside[None, :], other=0.0
-            )
-            total += tl.dot(rows, weights.to(rows.dtype), input_precision="ieee")
+            weights = _weights(
+                weight, scales, row_of_column, scales_before + column // SCALE_ROWS, inside, k, rows,
+                SIZE, BLOCK_K, FORMAT, SCALE_DEPTH,
+            )  # fmt: skip
+            total += tl.dot(rows, weights, input_precision="ieee")
         if BIAS:
             total += tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         total = total * tl.load(share + row, mask=there, other=0.0).to(tl.float32)[:, None]

@@ -39,7 +39,7 @@ def load_head(
 
         def loader(path: Path, model: ModelConfig) -> Loader:
             tensors = Tensors(weight_files(path), stack, device, dtype, model.fp8_block)
-            return Loader(tensors, model, model, Shard(), weight_dtype or dtype, kernels.products)
+            return Loader(tensors, model, model, Shard(), weight_dtype or dtype, kernels)
 
         whole = replace(target, layers=target.layers[-1:])
         given = {"context_len": context_len, "device": device, "dtype": dtype, "kernels": kernels}

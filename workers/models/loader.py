@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workers.kernels.backend import TORCH, Backend
-from workers.kernels.products import Products, Weight
+from workers.kernels.packed import PackedWeight, concatenated
+from workers.kernels.products import Weight
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.feed_forward import ExpertsWeights, MLPWeights
 from workers.models.mixers import AttentionWeights, LatentWeights
@@ -27,6 +30,10 @@ from workers.models.spec import (
     QKNorm,
 )
 from workers.models.tensors import Part, Tensors, weight_files
+
+log = logging.getLogger("holdfast.models")
+PROGRESS_S = 5.0
+"""Between two lines about a checkpoint that takes longer to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ EXPERT_NAMES = {
 }
 
 
-_Projections: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+_Projections: TypeAlias = tuple[Tensor | PackedWeight, Tensor | None, Tensor | PackedWeight, Tensor | None]
 """Experts' gate and up, their bias, their down, its bias."""
 
 
@@ -77,7 +84,7 @@ def load_decoder(
     part = config.shard(shard)
     with ExitStack() as stack:
         tensors = Tensors(weight_files(folder), stack, device, dtype, config.fp8_block)
-        weights = Loader(tensors, config, part, shard, weight_dtype or dtype, kernels.products).decoder()
+        weights = Loader(tensors, config, part, shard, weight_dtype or dtype, kernels).decoder()
         tensors.refuse_unused(
             tied=config.tie_embeddings, num_layers=len(config.layers), num_extra_layers=config.num_extra_layers
         )
@@ -94,19 +101,22 @@ class Loader:
         part: ModelConfig,
         shard: Shard,
         dtype: torch.dtype,
-        products: Products,
+        kernels: Backend,
     ) -> None:
         """``dtype``: of matrices."""
         self.tensors, self._whole, self._part, self._shard = tensors, whole, part, shard
-        self._dtype, self._prepare = dtype, products.prepare
+        self._dtype, self._prepare, self._packs = dtype, kernels.products.prepare, kernels.experts.reads_packed
         self._hidden = whole.hidden_size
 
     def decoder(self) -> DecoderWeights:
         table = self.vocabulary("model.embed_tokens.weight")
-        layers = [
-            self.layer(f"model.layers.{i}", whole, part)
-            for i, (whole, part) in enumerate(zip(self._whole.layers, self._part.layers, strict=True))
-        ]
+        layers: list[LayerWeights] = []
+        says_at = time.monotonic() + PROGRESS_S
+        for whole, part in zip(self._whole.layers, self._part.layers, strict=True):
+            layers.append(self.layer(f"model.layers.{len(layers)}", whole, part))
+            if time.monotonic() >= says_at:
+                says_at = time.monotonic() + PROGRESS_S
+                log.info("rank %d: %d of %d layers loaded", self._shard.rank, len(layers), len(self._whole.layers))
         head = table if self._whole.tie_embeddings else self.vocabulary("lm_head.weight")
         return DecoderWeights(table, layers, self.norm("model.norm", self._hidden), head)
 
@@ -222,9 +232,9 @@ class Loader:
             router=self.matrix(f"{block}.{names.router}.weight", router.num_experts, self._hidden, layer=False),
             router_bias=t.take(f"{block}.{names.router}.bias", router.num_experts) if router.bias else None,
             choice_bias=t.take(bias_name, router.num_experts, dtype=torch.float32) if router.choice_bias else None,
-            gate_up=self._prepare(gate_up),
+            gate_up=self._prepare(gate_up) if isinstance(gate_up, Tensor) else gate_up,
             gate_up_bias=gate_up_bias,
-            down=self._prepare(down),
+            down=self._prepare(down) if isinstance(down, Tensor) else down,
             down_bias=down_bias,
             shared=shared,
             shared_gate=self.matrix(gate_name, 1, self._hidden, layer=False) if whole.shared_gate else None,
@@ -233,32 +243,77 @@ class Loader:
     def _separate_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
         """Experts with a tensor for each projection; this rank's, or its share of each."""
         t, hidden, size, mine = self.tensors, self._hidden, whole.size, self._width(whole)
+        for expert in set(range(whole.router.num_experts)) - set(self._local(whole, part)):
+            t.skip(f"{block}.experts.{expert}.")
+        if self._packs and (packed := self._packed_experts(block, names, whole, part)) is not None:
+            return packed
         gate_up, down = [], []
         for expert in self._local(whole, part):
             gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
             gate_up.append(t.stack([(gate, size, mine), (up, size, mine)], hidden, dtype=self._dtype))
             down.append(t.take(out, hidden, size, dim=1, part=mine, dtype=self._dtype))
-        for expert in set(range(whole.router.num_experts)) - set(self._local(whole, part)):
-            t.skip(f"{block}.experts.{expert}.")
         return torch.stack(gate_up), None, torch.stack(down), None
+
+    def _packed_experts(
+        self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec
+    ) -> _Projections | None:
+        """Experts as they are stored, in FP8 blocks; None if they are not, or the ranks' shares cut blocks."""
+        t, hidden, size, mine = self.tensors, self._hidden, whole.size, slice(*self._width(whole))
+        every, gate_ups, downs = slice(None), [], []
+        for expert in self._local(whole, part):
+            gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
+            shapes = {gate: (size, hidden), up: (size, hidden), out: (hidden, size)}
+            found = [t.take_fp8(projection, *shape) for projection, shape in shapes.items()]
+            stored = [weight for weight in found if weight is not None]
+            if len(stored) < len(shapes):
+                return None
+            parts = [weight.part(every, mine, every) for weight in stored[:2]]
+            gate_up = concatenated([half for half in parts if half is not None], 1) if None not in parts else None
+            down = stored[2].part(every, every, mine)
+            if gate_up is None or down is None:
+                return None
+            gate_ups.append(gate_up.to(t.device))
+            downs.append(down.to(t.device))
+        every_gate_up, every_down = concatenated(gate_ups, 0), concatenated(downs, 0)
+        assert every_gate_up is not None and every_down is not None, "matrices end where they end"
+        return every_gate_up, None, every_down, None
 
     def _gpt_oss_experts(self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec) -> _Projections:
         """All experts in one tensor, their gates and ups interleaved, in MXFP4 or as they are."""
         t, hidden, size, num = self.tensors, self._hidden, whole.size, whole.router.num_experts
         name, mine = f"{block}.experts", slice(*self._width(whole))
+        local = slice(part.first, part.first + (part.num_local or num))
+        both: Tensor | PackedWeight
+        down: Tensor | PackedWeight
         if t.has(f"{name}.gate_up_proj_blocks"):
-            gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden, dtype=self._dtype)
-            down = t.take_mxfp4(f"{name}.down_proj", num, hidden, size, dtype=self._dtype)
+            both, down = self._mxfp4_experts(name, whole, local)
         else:
             gate_up = t.take(f"{name}.gate_up_proj", num, hidden, 2 * size, dtype=self._dtype).transpose(1, 2)
-            down = t.take(f"{name}.down_proj", num, size, hidden, dtype=self._dtype).transpose(1, 2)
+            both = torch.cat((gate_up[local, ::2][:, mine], gate_up[local, 1::2][:, mine]), dim=1).contiguous()
+            down = t.take(f"{name}.down_proj", num, size, hidden, dtype=self._dtype).transpose(1, 2)[local, :, mine]
+            down = down.contiguous()
         bias = t.take(f"{name}.gate_up_proj_bias", num, 2 * size)
         down_bias = t.take(f"{name}.down_proj_bias", num, hidden)
-        local = slice(part.first, part.first + (part.num_local or num))
-        adds_bias = self._shard.by_expert or self._shard.rank == 0
-        both = torch.cat((gate_up[local, ::2][:, mine], gate_up[local, 1::2][:, mine]), dim=1).contiguous()
         both_bias = torch.cat((bias[local, ::2][:, mine], bias[local, 1::2][:, mine]), dim=1)
-        return both, both_bias, down[local, :, mine].contiguous(), down_bias[local] if adds_bias else None
+        adds_bias = self._shard.by_expert or self._shard.rank == 0
+        return both, both_bias, down, down_bias[local] if adds_bias else None
+
+    def _mxfp4_experts(
+        self, name: str, whole: ExpertsSpec, local: slice
+    ) -> tuple[Tensor | PackedWeight, Tensor | PackedWeight]:
+        """As they are stored, where the kernels read them so and this rank's share cuts no group."""
+        t, hidden, size, num, every = self.tensors, self._hidden, whole.size, whole.router.num_experts, slice(None)
+        first, end = self._width(whole)
+        gate_up = t.take_mxfp4(f"{name}.gate_up_proj", num, 2 * size, hidden)
+        down = t.take_mxfp4(f"{name}.down_proj", num, hidden, size)
+        halves = [gate_up.part(local, slice(2 * first + n, 2 * end, 2), every) for n in (0, 1)]
+        both = concatenated([half for half in halves if half is not None], 1)
+        mine = down.part(local, every, slice(first, end))
+        assert both is not None, "MXFP4 has no blocks of rows"
+        if self._packs and mine is not None:
+            return both.to(t.device), mine.to(t.device)
+        wide = replace(down, blocks=down.blocks[local], scales=down.scales[local]).dequantized(self._dtype)
+        return both.dequantized(self._dtype).to(t.device), wide[..., first:end].contiguous().to(t.device)
 
     def _width(self, spec: ExpertsSpec) -> Part:
         """This rank's share of each expert's width."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.errors import UnsupportedModel
-from workers.models.quantized import from_fp8_blocks, from_mxfp4
+from workers.kernels.packed import GROUP, FP8Weight, MXFP4Weight, from_fp8_blocks
 
 Part: TypeAlias = tuple[int, int]
 """``[start, end)`` of a dimension."""
@@ -114,16 +114,23 @@ class Tensors:
             raise UnsupportedModel(f"{name}: must be one positive number, and has shape {tuple(value.shape)}")
         return float(value.item())
 
-    def take_mxfp4(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """``[experts, rows, columns]`` from ``name_blocks`` and ``name_scales``."""
-        groups = -(-shape[-1] // 32)
-        blocks = self._stored(f"{name}_blocks", (*shape[:-1], groups, 16))[:]
+    def take_mxfp4(self, name: str, *shape: int) -> MXFP4Weight:
+        """``[experts, rows, columns]`` from ``name_blocks`` and ``name_scales``, on the host."""
+        groups = -(-shape[-1] // GROUP)
+        blocks = self._stored(f"{name}_blocks", (*shape[:-1], groups, GROUP // 2))[:]
         scales = self._stored(f"{name}_scales", (*shape[:-1], groups))[:]
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise UnsupportedModel(f"{name}_blocks: is {blocks.dtype}; MXFP4 is stored as uint8")
-        # One expert at a time: together, in fp32, they are eight times as large as stored.
-        parts = [from_mxfp4(block, scale).to(self.device, dtype) for block, scale in zip(blocks, scales, strict=True)]
-        return torch.stack(parts)[..., : shape[-1]]
+        return MXFP4Weight(blocks, scales, shape[-1])
+
+    def take_fp8(self, name: str, rows: int, columns: int) -> FP8Weight | None:
+        """A matrix with its scales, on the host; None if it is not in FP8 blocks."""
+        if name + FP8_SCALES not in self._by_name or self._fp8_block is None:
+            return None
+        values = self._stored(name, (rows, columns))[:]
+        if values.dtype != torch.float8_e4m3fn:
+            raise UnsupportedModel(f"{name}: is {values.dtype}, and has scales; supported: float8_e4m3fn")
+        return FP8Weight(values[None], self._fp8_scales(name, rows, columns, self._fp8_block)[None], self._fp8_block)
 
     def skip(self, prefix: str) -> None:
         """These tensors are another rank's."""
@@ -154,5 +161,8 @@ class Tensors:
 
     def _from_fp8(self, name: str, weight: Tensor, block: tuple[int, int]) -> Tensor:
         rows, columns = weight.shape
-        scales = self._stored(name + FP8_SCALES, (-(-rows // block[0]), -(-columns // block[1])))
-        return from_fp8_blocks(weight, scales[:], block)
+        return from_fp8_blocks(weight, self._fp8_scales(name, rows, columns, block), block)
+
+    def _fp8_scales(self, name: str, rows: int, columns: int, block: tuple[int, int]) -> Tensor:
+        scales: Tensor = self._stored(name + FP8_SCALES, (-(-rows // block[0]), -(-columns // block[1])))[:]
+        return scales

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -23,7 +24,8 @@ from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import blocks_of, constants
 from workers.kernels.elementwise_launch import EMBED_BLOCK, GATED_BLOCK, warps_of
-from workers.kernels.experts_launch import BLOCKS
+from workers.kernels.experts_launch import BLOCKS, format_of, options_of
+from workers.kernels.packed import FP8Weight, MXFP4Weight
 from workers.kernels.products_launch import blocks_of as product_blocks
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
@@ -102,12 +104,31 @@ PRODUCTS = {
 """Model, columns and depth."""
 TILE = {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.depth}
 GPT_OSS = TILE | {"HIDDEN": 2880, "SIZE": 2880, "BIAS": True}
+DEEPSEEK = TILE | {"HIDDEN": 7168, "SIZE": 256, "BIAS": False}
+NONE = torch.zeros(0, 0)
+PLAIN = format_of(NONE)
+MXFP4 = MXFP4Weight(NONE, NONE, 0)
+IN_MXFP4 = format_of(MXFP4)
+IN_FP8 = format_of(FP8Weight(NONE, NONE, (128, 128)))
 EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "experts, gate and up": (expert_gate_kernel, "gpt-oss 20B", GPT_OSS | {"TOP_K": 4, "CLAMPED": True}),
-    "experts, down": (expert_down_kernel, "gpt-oss 20B", GPT_OSS),
+    "experts, gate and up": (expert_gate_kernel, "gpt-oss 20B", GPT_OSS | PLAIN | {"TOP_K": 4, "CLAMPED": True}),
+    "experts, down": (expert_down_kernel, "gpt-oss 20B", GPT_OSS | PLAIN),
+    "experts, gate and up, MXFP4": (
+        expert_gate_kernel,
+        "gpt-oss 20B",
+        GPT_OSS | IN_MXFP4 | {"TOP_K": 4, "CLAMPED": True},
+    ),
+    "experts, down, MXFP4": (expert_down_kernel, "gpt-oss 20B", GPT_OSS | IN_MXFP4),
+    "experts, gate and up, FP8": (
+        expert_gate_kernel,
+        "DeepSeek V3, TP 8",
+        DEEPSEEK | IN_FP8 | {"TOP_K": 8, "CLAMPED": False},
+    ),
+    "experts, down, FP8": (expert_down_kernel, "DeepSeek V3, TP 8", DEEPSEEK | IN_FP8),
 }
 POINTERS = {
     **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
+    "scales": "*u8",
     **dict.fromkeys(("part_values", "part_sums"), "*fp32"),
     **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends", "tokens"), "*i64"),
     **dict.fromkeys(("hidden", "bias", "share"), "*bf16"),
@@ -117,8 +138,8 @@ POINTERS = {
     **dict.fromkeys(("q_out", "cos", "sin", "q_weight", "k_weight", "latent", "k_rope", "gate_up"), "*bf16"),
 }
 FLOATS = ("scale", "softcap", "eps", "limit", "alpha", "k_factor", "v_factor")
-BYTES = {"k_pages": "*u8", "v_pages": "*u8"}
-"""KV in fp8."""
+BYTES = {"k_pages": "*u8", "v_pages": "*u8", "weight": "*u8", "scales": "*fp32"}
+"""KV, or weights, in fp8."""
 
 
 @dataclass
@@ -154,8 +175,8 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
         return _compiled(kernel, heads, target, product_kernel, given | {"w_k_stride": 1, "BIAS": False}, options)
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
-        options = {"num_warps": BLOCKS.num_warps, "num_stages": BLOCKS.num_stages}
-        return _compiled(kernel, heads, target, source, given, options)
+        weight = MXFP4 if given["FORMAT"] == IN_MXFP4["FORMAT"] else NONE
+        return _compiled(kernel, heads, target, source, given, options_of(weight), fp8=kernel.endswith("FP8"))
     source, shape = KERNELS[kernel], HEADS[heads]
     given = constants(
         heads=shape.heads,
@@ -184,6 +205,8 @@ def _compiled(
     fp8: bool = False,
 ) -> Row:
     pointers = POINTERS | BYTES if fp8 else POINTERS
+    if given.get("FORMAT") == IN_MXFP4["FORMAT"]:
+        pointers = pointers | {"weight": "*u8"}
     names: list[str] = source.arg_names
     constexprs = {(i,): given[name] for i, name in enumerate(names) if name in given}
     signature = {

@@ -18,7 +18,7 @@ SOME = [
     ("extend", "DeepSeek V3, TP 8", "gfx942"),
     ("sum of splits", "Llama 3.1 8B", "sm_90"),
     ("norm, rotate, write", "Qwen3 8B", "sm_90"),
-    ("experts, gate and up", "gpt-oss 20B", "sm_90"),
+    ("experts, gate and up, MXFP4", "gpt-oss 20B", "sm_90"),
     ("product, gate and up", "Llama 3.1 8B", "sm_90"),
     ("decode", "Llama 3.1 8B, fp8 KV", "sm_80"),
 ]

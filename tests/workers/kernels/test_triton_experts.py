@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.kernels import experts_launch
-from workers.kernels.experts_launch import ExpertBlocks, TritonExperts, sorted_blocks
+from workers.kernels.experts_launch import BLOCKS, ExpertBlocks, TritonExperts, format_of, sorted_blocks
 from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
+from workers.kernels.packed import FP8Weight, MXFP4Weight
+from workers.kernels.products import as_tensor
+from workers.kernels.triton_experts import expert_down_kernel
+
+BLOCK = (8, 16)
+"""Of FP8 weights: DeepSeek's are 128 x 128."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,3 +102,62 @@ def test_every_row_of_a_local_expert_is_in_one_block(chosen: list[int], span: tu
             assert covered and all(chosen[row] == first + expert for row in covered)
             rows += covered
     assert sorted(rows) == [i for i, expert in enumerate(chosen) if first <= expert < last]
+
+
+def packed(weight: torch.Tensor, kind: str, seed: int) -> MXFP4Weight | FP8Weight:
+    """Any weight of that shape, as a checkpoint stores it."""
+    g, (experts, rows, depth) = torch.Generator().manual_seed(seed), weight.shape
+    if kind == "mxfp4":
+        groups = -(-depth // 32)
+        blocks = torch.randint(0, 256, (experts, rows, groups, 16), generator=g, dtype=torch.uint8)
+        scales = torch.randint(117, 126, (experts, rows, groups), generator=g, dtype=torch.uint8)
+        return MXFP4Weight(blocks, scales, depth)
+    shape = experts, -(-rows // BLOCK[0]), -(-depth // BLOCK[1])
+    return FP8Weight(weight.to(torch.float8_e4m3fn), 0.5 + torch.rand(shape, generator=g), BLOCK)
+
+
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from(["mxfp4", "fp8"]),
+    tokens=st.integers(1, 20),
+    size=st.sampled_from([8, 24, 40]),
+    hidden=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    clamped=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_packed_weights_give_the_bits_of_dequantized_ones(
+    kind: str, tokens: int, size: int, hidden: int, dtype: torch.dtype, clamped: bool, seed: int
+) -> None:
+    plain = products(3, size, hidden, biases=clamped, clamped=clamped)
+    gate_up, down = (packed(as_tensor(weight), kind, seed + n) for n, weight in enumerate((plain.gate_up, plain.down)))
+    as_stored = replace(plain, gate_up=gate_up, down=down)
+    dequantized = replace(plain, gate_up=gate_up.dequantized(dtype), down=down.dequantized(dtype))
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    chosen, weights = chosen_of(tokens, 2, 3, seed)
+    results = [TritonExperts().run(x, chosen, weights.to(dtype), w) for w in (as_stored, dequantized)]
+    assert torch.equal(*results)
+
+
+def test_every_code_and_scale_is_read_as_it_is_meant() -> None:
+    """One row each: the identity picks the columns of a weight."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 2, 1, 1)
+    scales = torch.tensor([0, 1, 2, 60, 100, 113, 120, 126, 127, 128, 129, 140, 180, 220, 250, 252], dtype=torch.uint8)
+    weight = MXFP4Weight(blocks, scales.view(1, 1, 16).repeat(1, 2, 1), 512)
+    assert torch.equal(read(weight), weight.dequantized(torch.float32)[0].T)
+    codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    fp8 = FP8Weight(codes.view(1, 1, -1).repeat(1, 2, 1), torch.tensor([[[1.0, 0.375]]]), (8, 128))
+    assert torch.equal(read(fp8), fp8.dequantized(torch.float32)[0].T)
+
+
+def read(weight: MXFP4Weight | FP8Weight) -> torch.Tensor:
+    """A weight of two rows, as the kernel of ``down`` reads it: transposed."""
+    depth = weight.depth
+    out, order = torch.zeros(depth, 2), torch.arange(depth)
+    blocks = torch.tensor([[0, place] for place in range(0, depth, BLOCKS.rows)])
+    values = weight.blocks if isinstance(weight, MXFP4Weight) else weight.values.view(torch.uint8)
+    expert_down_kernel[len(blocks), 1](
+        out, torch.eye(depth), values, weight.scales, out, torch.ones(depth), order, blocks, torch.tensor([depth]),
+        BIAS=False, HIDDEN=2, SIZE=depth, BLOCK_M=BLOCKS.rows, BLOCK_N=16, BLOCK_K=64, **format_of(weight),
+    )  # fmt: skip
+    return out

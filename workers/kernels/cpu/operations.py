@@ -278,6 +278,8 @@ class CpuElementwise:
 class CpuExperts:
     """``Experts``."""
 
+    reads_packed = False
+
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
