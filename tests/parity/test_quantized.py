@@ -91,6 +91,8 @@ def check_packed(folder: Path, kind: type, expected: torch.Tensor, moe_layer: in
     experts = decoder.weights.layers[moe_layer].feed_forward
     assert isinstance(experts, ExpertsWeights)
     assert isinstance(experts.gate_up, kind) and isinstance(experts.down, kind)
+    mixer = decoder.weights.layers[moe_layer].mixer
+    assert isinstance(mixer.o, FP8Weight) == (kind is FP8Weight)
     got = PagedModel(decoder, 4).feed(list(range(5, 17)))
     torch.testing.assert_close(got, expected[: len(got)], atol=1e-4, rtol=1e-4)
 

@@ -9,9 +9,10 @@ import triton
 from torch import Tensor
 
 from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
-from workers.kernels.packed import GROUP, FP8Weight, MXFP4Weight
-from workers.kernels.products import Weight, as_tensor
-from workers.kernels.triton_experts import FP8, MXFP4, PLAIN, expert_down_kernel, expert_gate_kernel
+from workers.kernels.packed import MXFP4Weight
+from workers.kernels.packed_launch import as_stored, depth_of
+from workers.kernels.products import Weight
+from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class TritonExperts(TorchExperts):
 
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor, w: ExpertProducts) -> Tensor:
         tokens, top_k = chosen.shape
-        gate_up, gate_scales, gate_format = _stored(w.gate_up)
-        down, down_scales, down_format = _stored(w.down)
+        gate_up, gate_scales, gate_format = as_stored(w.gate_up)
+        down, down_scales, down_format = as_stored(w.down)
         hidden_size, size = x.shape[-1], depth_of(w.down)
         x, share = x.contiguous(), weights.contiguous()
         order, blocks, ends = sorted_blocks(chosen.flatten(), w)
@@ -62,34 +63,10 @@ class TritonExperts(TorchExperts):
         return out.view(tokens, top_k, hidden_size).sum(1, dtype=torch.float32).to(x.dtype)
 
 
-def format_of(weight: Weight) -> dict[str, int]:
-    """How a weight is stored, as the kernels' constants."""
-    if isinstance(weight, MXFP4Weight):
-        return {"FORMAT": MXFP4.value, "SCALE_ROWS": 1, "SCALE_DEPTH": GROUP}
-    if isinstance(weight, FP8Weight):
-        return {"FORMAT": FP8.value, "SCALE_ROWS": weight.block[0], "SCALE_DEPTH": weight.block[1]}
-    return {"FORMAT": PLAIN.value, "SCALE_ROWS": 1, "SCALE_DEPTH": 1}
-
-
 def options_of(weight: Weight) -> dict[str, int]:
     """With 8 warps the conversion of MXFP4 spills on sm_100."""
     num_warps = 4 if isinstance(weight, MXFP4Weight) else BLOCKS.num_warps
     return {"num_warps": num_warps, "num_stages": BLOCKS.num_stages}
-
-
-def depth_of(weight: Weight) -> int:
-    """The columns of a weight."""
-    return weight.depth if isinstance(weight, MXFP4Weight | FP8Weight) else as_tensor(weight).shape[-1]
-
-
-def _stored(weight: Weight) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """A weight's bytes, its scales and its format. A plain one stands for the scales that it does not have."""
-    if isinstance(weight, MXFP4Weight):
-        return weight.blocks, weight.scales, format_of(weight)
-    if isinstance(weight, FP8Weight):
-        return weight.values.view(torch.uint8), weight.scales, format_of(weight)
-    plain = as_tensor(weight)
-    return plain, plain, format_of(plain)
 
 
 def sorted_blocks(chosen: Tensor, w: ExpertProducts) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,9 @@ Weight: TypeAlias = Tensor | PanelWeight | PackedWeight
 class Products(Protocol):
     """The products of one implementation."""
 
+    reads_packed: bool
+    """Whether ``linear`` multiplies with weights in FP8 blocks as they are stored."""
+
     def prepare(self, weight: Tensor, *, layer: bool = True) -> Weight:
         """``weight [n, k]``, or several, as the products want it. ``layer``: it is a layer's, and may be quantized."""
 
@@ -58,6 +61,8 @@ class Products(Protocol):
 
 class TorchProducts:
     """The reference."""
+
+    reads_packed = False
 
     def prepare(self, weight: Tensor, *, layer: bool = True) -> Weight:
         return weight

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from workers.kernels.packed import FP8Weight
+from workers.kernels.packed_launch import as_stored
 from workers.kernels.products import TorchProducts, Weight, as_tensor
 from workers.kernels.triton_products import product_kernel
 
@@ -36,10 +38,13 @@ def blocks_of(num_columns: int) -> ProductBlocks:
 class TritonProducts(TorchProducts):
     """``Products`` on a GPU."""
 
+    reads_packed = True
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        rows, weight = x if x.stride(-1) == 1 else x.contiguous(), as_tensor(weight)
-        out = x.new_empty(len(rows), len(weight))
-        _launch(out.unsqueeze(1), rows.unsqueeze(1), weight.unsqueeze(0), bias)
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        heads = weight if isinstance(weight, FP8Weight) else as_tensor(weight).unsqueeze(0)
+        out = x.new_empty(len(rows), heads.values.shape[1] if isinstance(heads, FP8Weight) else heads.shape[1])
+        _launch(out.unsqueeze(1), rows.unsqueeze(1), heads, bias)
         return out
 
     def by_head(self, x: Tensor, weight: Weight) -> Tensor:
@@ -49,14 +54,16 @@ class TritonProducts(TorchProducts):
         return out
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``."""
-    heads, n, k = weight.shape
+def _launch(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``, of one head if it is packed."""
+    stored, scales, form = as_stored(weight)
+    heads, n, k = stored.shape
     blocks = blocks_of(n)
     if not len(x):
         return
     product_kernel[triton.cdiv(len(x), blocks.rows), triton.cdiv(n, blocks.columns), heads](
-        out, x, weight, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0), x.stride(1),
-        *weight.stride(), N=n, K=k, BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.depth,
-        BIAS=bias is not None, num_warps=blocks.num_warps, num_stages=blocks.num_stages, enable_fp_fusion=False,
+        out, x, stored, scales, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0),
+        x.stride(1), *stored.stride(), **form, N=n, K=k, BLOCK_M=blocks.rows, BLOCK_N=blocks.columns,
+        BLOCK_K=blocks.depth, BIAS=bias is not None, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip

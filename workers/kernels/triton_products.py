@@ -9,12 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from workers.kernels.triton_packed import PLAIN, read_tile
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     out,
     x,
     weight,
+    scales,
     bias,
     num_rows,
     out_row_stride,
@@ -30,6 +33,9 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
 ):
     """Program (tile of rows, tile of columns, head): neighbours read the same weights."""
     head = tl.program_id(2)
@@ -42,8 +48,14 @@ def product_kernel(
     for k in range(0, K, BLOCK_K):
         i = k + tl.arange(0, BLOCK_K)
         rows = tl.load(x + row[:, None] * x_row_stride + i[None, :], mask=there[:, None] & (i < K)[None, :], other=0.0)
-        at = column.to(tl.int64)[None, :] * w_n_stride + i[:, None] * w_k_stride
-        columns = tl.load(weight + at, mask=(i < K)[:, None] & inside[None, :], other=0.0)
+        if FORMAT == PLAIN:
+            at = column.to(tl.int64)[None, :] * w_n_stride + i[:, None] * w_k_stride
+            columns = tl.load(weight + at, mask=(i < K)[:, None] & inside[None, :], other=0.0)
+        else:
+            columns = read_tile(
+                weight, scales, column.to(tl.int64), column // SCALE_ROWS, inside, k, rows,
+                K, BLOCK_K, FORMAT, SCALE_DEPTH,
+            )  # fmt: skip
         total = tl.dot(rows, columns, total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +106,8 @@ class Loader:
     ) -> None:
         """``dtype``: of matrices."""
         self.tensors, self._whole, self._part, self._shard = tensors, whole, part, shard
-        self._dtype, self._prepare, self._packs = dtype, kernels.products.prepare, kernels.experts.reads_packed
+        self._dtype, self._prepare = dtype, kernels.products.prepare
+        self._packs_experts, self._packs_matrices = kernels.experts.reads_packed, kernels.products.reads_packed
         self._hidden = whole.hidden_size
 
     def decoder(self) -> DecoderWeights:
@@ -245,7 +247,7 @@ class Loader:
         t, hidden, size, mine = self.tensors, self._hidden, whole.size, self._width(whole)
         for expert in set(range(whole.router.num_experts)) - set(self._local(whole, part)):
             t.skip(f"{block}.experts.{expert}.")
-        if self._packs and (packed := self._packed_experts(block, names, whole, part)) is not None:
+        if self._packs_experts and (packed := self._packed_experts(block, names, whole, part)) is not None:
             return packed
         gate_up, down = [], []
         for expert in self._local(whole, part):
@@ -258,22 +260,16 @@ class Loader:
         self, block: str, names: ExpertNames, whole: ExpertsSpec, part: ExpertsSpec
     ) -> _Projections | None:
         """Experts as they are stored, in FP8 blocks; None if they are not, or the ranks' shares cut blocks."""
-        t, hidden, size, mine = self.tensors, self._hidden, whole.size, slice(*self._width(whole))
-        every, gate_ups, downs = slice(None), [], []
+        hidden, size, mine = self._hidden, whole.size, self._width(whole)
+        gate_ups, downs = [], []
         for expert in self._local(whole, part):
             gate, up, out = (f"{block}.{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
-            shapes = {gate: (size, hidden), up: (size, hidden), out: (hidden, size)}
-            found = [t.take_fp8(projection, *shape) for projection, shape in shapes.items()]
-            stored = [weight for weight in found if weight is not None]
-            if len(stored) < len(shapes):
-                return None
-            parts = [weight.part(every, mine, every) for weight in stored[:2]]
-            gate_up = concatenated([half for half in parts if half is not None], 1) if None not in parts else None
-            down = stored[2].part(every, every, mine)
+            gate_up = self._packed([(gate, size, mine), (up, size, mine)], hidden)
+            down = self._packed([(out, hidden, None)], size, mine)
             if gate_up is None or down is None:
                 return None
-            gate_ups.append(gate_up.to(t.device))
-            downs.append(down.to(t.device))
+            gate_ups.append(gate_up)
+            downs.append(down)
         every_gate_up, every_down = concatenated(gate_ups, 0), concatenated(downs, 0)
         assert every_gate_up is not None and every_down is not None, "matrices end where they end"
         return every_gate_up, None, every_down, None
@@ -310,7 +306,7 @@ class Loader:
         both = concatenated([half for half in halves if half is not None], 1)
         mine = down.part(local, every, slice(first, end))
         assert both is not None, "MXFP4 has no blocks of rows"
-        if self._packs and mine is not None:
+        if self._packs_experts and mine is not None:
             return both.to(t.device), mine.to(t.device)
         wide = replace(down, blocks=down.blocks[local], scales=down.scales[local]).dequantized(self._dtype)
         return both.dequantized(self._dtype).to(t.device), wide[..., first:end].contiguous().to(t.device)
@@ -335,10 +331,30 @@ class Loader:
         return bias if self._shard.rank == 0 else None
 
     def matrix(self, name: str, *shape: int, dim: int = 0, part: Part | None = None, layer: bool = True) -> Weight:
+        if layer and self._packs_matrices:
+            rows, columns = (part if dim == i else None for i in (0, 1))
+            if (packed := self._packed([(name, shape[0], rows)], shape[1], columns)) is not None:
+                return packed
         return self._prepare(self.tensors.take(name, *shape, dim=dim, part=part, dtype=self._dtype), layer=layer)
 
     def _stack(self, parts: list[tuple[str, int, Part]], *shape: int) -> Weight:
+        if shape and self._packs_matrices and (packed := self._packed(parts, shape[0])) is not None:
+            return packed
         return self._prepare(self.tensors.stack(parts, *shape, dtype=self._dtype))
+
+    def _packed(
+        self, parts: Sequence[tuple[str, int, Part | None]], depth: int, columns: Part | None = None
+    ) -> PackedWeight | None:
+        """Parts of matrices after one another, as they are stored in FP8 blocks; None if not, or one cuts a block."""
+        every, found = slice(None), []
+        for name, num_rows, rows in parts:
+            stored = self.tensors.take_fp8(name, num_rows, depth)
+            if stored is None:
+                return None
+            found.append(stored.part(every, slice(*rows) if rows else every, slice(*columns) if columns else every))
+        whole = [part for part in found if part is not None]
+        packed = concatenated(whole, 1) if len(whole) == len(found) else None
+        return packed.to(self.tensors.device) if packed is not None else None
 
     def vocabulary(self, name: str) -> Weight:
         """This rank's rows of a ``[vocab_size, hidden]`` table, padded with zeros to equal shares."""

@@ -24,8 +24,9 @@ from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import blocks_of, constants
 from workers.kernels.elementwise_launch import EMBED_BLOCK, GATED_BLOCK, warps_of
-from workers.kernels.experts_launch import BLOCKS, format_of, options_of
+from workers.kernels.experts_launch import BLOCKS, options_of
 from workers.kernels.packed import FP8Weight, MXFP4Weight
+from workers.kernels.packed_launch import format_of
 from workers.kernels.products_launch import blocks_of as product_blocks
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
@@ -100,6 +101,7 @@ PRODUCTS = {
     "product, query, key and value": ("Llama 3.1 8B", 6144, 4096),
     "product, attention's output": ("Llama 3.1 8B", 4096, 4096),
     "product, gate and up": ("Llama 3.1 8B", 28_672, 4096),
+    "product, attention's output, FP8": ("DeepSeek V3, TP 8", 7168, 2048),
 }
 """Model, columns and depth."""
 TILE = {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.depth}
@@ -172,7 +174,8 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
         tile = product_blocks(columns)
         given = {"N": columns, "K": depth, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return _compiled(kernel, heads, target, product_kernel, given | {"w_k_stride": 1, "BIAS": False}, options)
+        given |= {"w_k_stride": 1, "BIAS": False} | (IN_FP8 if kernel.endswith("FP8") else PLAIN)
+        return _compiled(kernel, heads, target, product_kernel, given, options, fp8=kernel.endswith("FP8"))
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
         weight = MXFP4 if given["FORMAT"] == IN_MXFP4["FORMAT"] else NONE

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.kernels import experts_launch
-from workers.kernels.experts_launch import BLOCKS, ExpertBlocks, TritonExperts, format_of, sorted_blocks
+from workers.kernels.experts_launch import BLOCKS, ExpertBlocks, TritonExperts, sorted_blocks
 from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
 from workers.kernels.packed import FP8Weight, MXFP4Weight
+from workers.kernels.packed_launch import format_of
 from workers.kernels.products import as_tensor
 from workers.kernels.triton_experts import expert_down_kernel
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.kernels import products_launch
+from workers.kernels.packed import FP8Weight
 from workers.kernels.products import TorchProducts
 from workers.kernels.products_launch import ProductBlocks, TritonProducts, blocks_of
 
@@ -74,3 +75,15 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
 
 def test_a_tile_follows_from_the_weight_alone() -> None:
     assert [blocks_of(n).columns for n in (64, 4096, 6144, 12_288, 28_672, 128_256)] == [32, 32, 64, 128, 128, 128]
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(1, 40), n=st.integers(1, 70), k=st.integers(1, 100), dtype=DTYPES, biased=st.booleans())
+def test_weights_in_fp8_blocks_give_the_bits_of_dequantized_ones(
+    rows: int, n: int, k: int, dtype: torch.dtype, biased: bool
+) -> None:
+    block = (8, 16)
+    scales = 0.5 + torch.rand(1, -(-n // block[0]), -(-k // block[1]), generator=torch.Generator().manual_seed(4))
+    weight = FP8Weight(randn(1, n, k, dtype=torch.float32, seed=2).to(torch.float8_e4m3fn), scales, block)
+    x, bias = randn(rows, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=3) if biased else None
+    assert torch.equal(TRITON.linear(x, weight, bias), TRITON.linear(x, weight.dequantized(dtype)[0], bias))

@@ -34,6 +34,8 @@ def _address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
 class CpuProducts:
     """``Products`` on panels."""
 
+    reads_packed = False
+
     def __init__(self, tape: Tape, quantization: str | None = None) -> None:
         self._tape, self._int8 = tape, quantization == "int8"
 
