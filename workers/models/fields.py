@@ -17,6 +17,7 @@ ROPE_FACTORS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+MAX_LAYERS = 4096
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -51,6 +52,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             noun = "a positive integer" if default is None else "an integer"
             raise UnsupportedModel(f"{key}: must be {noun}, config.json has {value!r}")
+        return value
+
+    def num_layers(self) -> int:
+        """``num_hidden_layers``. No model has as many as a damaged config may say, for which none would be made."""
+        value = self.size("num_hidden_layers")
+        if value > MAX_LAYERS:
+            raise UnsupportedModel(f"num_hidden_layers: must be at most {MAX_LAYERS}, config.json has {value}")
         return value
 
     def count(self, key: str, default: int = 0) -> int:

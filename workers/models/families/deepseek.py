@@ -72,6 +72,4 @@ def _layers(f: Fields, mixer: LatentSpec, router: RouterSpec) -> tuple[LayerSpec
     experts = ExpertsSpec("deepseek", router, size, shared=MLPSpec(size * num_shared) if num_shared else None)
     first = f.count("first_k_dense_replace")
     step = f.size("moe_layer_freq", 1)
-    return tuple(
-        LayerSpec(mixer, mlp(f) if i < first or i % step else experts) for i in range(f.size("num_hidden_layers"))
-    )
+    return tuple(LayerSpec(mixer, mlp(f) if i < first or i % step else experts) for i in range(f.num_layers()))

@@ -62,7 +62,7 @@ def mlp(f: Fields) -> MLPSpec:
 
 def windows(f: Fields, default_types: list[str] | None = None) -> list[int]:
     """Each layer's window, 0 for full attention: by ``layer_types``, else by ``default_types``, else the same."""
-    window, num_layers = f.count("sliding_window"), f.size("num_hidden_layers")
+    window, num_layers = f.count("sliding_window"), f.num_layers()
     types = f.items("layer_types") or default_types or [LAYER_TYPES[bool(window)]] * num_layers
     # A config that was cut to fewer layers keeps the types of all.
     if len(types) < num_layers or not set(types) <= set(LAYER_TYPES):
@@ -76,7 +76,7 @@ def windows(f: Fields, default_types: list[str] | None = None) -> list[int]:
 
 def qwen_windows(f: Fields) -> list[int]:
     """Qwen configs carry a window that ``use_sliding_window`` switches on, from ``max_window_layers`` on."""
-    num_layers = f.size("num_hidden_layers")
+    num_layers = f.num_layers()
     if not f.flag("use_sliding_window"):
         return [0] * num_layers
     first = f.count("max_window_layers", num_layers)
@@ -90,5 +90,5 @@ def _layers(
         f.refuse("sliding_window", 0, "null (full attention)")
         if types := set(f.items("layer_types")) - {"full_attention"}:
             raise UnsupportedModel(f"layer_types: {', '.join(map(str, types))}: this family has full attention alone")
-        windows = [0] * f.size("num_hidden_layers")
+        windows = [0] * f.num_layers()
     return tuple(LayerSpec(replace(mixer, window=window), mlp(f), norms) for window in windows)

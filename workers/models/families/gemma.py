@@ -15,12 +15,12 @@ GEMMA3_LOCAL_THETA = 10_000.0
 
 
 def gemma2(f: Fields) -> dict[str, Any]:
-    return _gemma(f, ["sliding_attention", "full_attention"] * f.size("num_hidden_layers"))
+    return _gemma(f, ["sliding_attention", "full_attention"] * f.num_layers())
 
 
 def gemma3(f: Fields) -> dict[str, Any]:
     pattern = f.size("sliding_window_pattern", f.size("_sliding_window_pattern", GEMMA3_PATTERN))
-    types = [LAYER_TYPES[bool((i + 1) % pattern)] for i in range(f.size("num_hidden_layers"))]
+    types = [LAYER_TYPES[bool((i + 1) % pattern)] for i in range(f.num_layers())]
     return _gemma(f, types, qk_norm=QKNorm.HEAD, local_theta=f.number("rope_local_base_freq", GEMMA3_LOCAL_THETA))
 
 

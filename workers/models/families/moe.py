@@ -44,7 +44,7 @@ def gpt_oss(f: Fields) -> dict[str, Any]:
         limit=f.number("swiglu_limit", 7.0),
         alpha=f.number("swiglu_alpha", 1.702),
     )
-    types = ["sliding_attention", "full_attention"] * f.size("num_hidden_layers")
+    types = ["sliding_attention", "full_attention"] * f.num_layers()
     return {"layers": tuple(LayerSpec(replace(mixer, window=window), experts) for window in windows(f, types))}
 
 
