@@ -89,9 +89,9 @@ class Scopes:
         """A scope's pages by group; None for one that never had a share."""
         return self.pages.get(name) or [None] * len(self._num_pages)
 
-    def over(self, group: int) -> Iterable[tuple[str, ScopePages]]:
-        """The scopes beyond their share of a group, in an order that all ranks agree on."""
-        return [(name, pages[group]) for name, pages in self.pages.items() if pages[group].excess > 0]
+    def over(self, group: int) -> Iterable[ScopePages]:
+        """The pages of the scopes that are beyond their share of a group."""
+        return [pages[group] for pages in self.pages.values() if pages[group].excess > 0]
 
 
 def limit_pages(num_pages: int, share_ppm: int) -> int:

@@ -182,7 +182,7 @@ class SlotStore:
         if pinned[own] + count <= own.limit:
             return False
         available = pool.num_free + own.num_charged - pinned[own]
-        for _, pages in self.scopes.over(group.index):
+        for pages in self.scopes.over(group.index):
             if pages is not own:
                 available += min(pages.excess, pages.num_charged - pinned[pages])
         if available < count:

@@ -15,6 +15,7 @@ ended has one position too many then, a tail that ``finish`` cuts.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Protocol
 
@@ -198,14 +199,14 @@ class Scheduler:
             decodes = decodes[num_done:]
             if decodes:
                 needy = decodes[0].scope.name
-                last = self._last_running(needy if needy in self.cache.scopes_beyond_share(needy) else None)
+                beyond = self.cache.scopes_beyond_share(needy)
+                last = self._last_running(beyond, needy if needy in beyond else None)
                 self._retract(last, work)
                 decodes = [turn for turn in decodes if turn is not last]
 
-    def _last_running(self, scope: str | None = None) -> Turn:
-        """The turn to retract next (of a scope): the youngest; background turns first, then those beyond a share."""
+    def _last_running(self, beyond: Collection[str], scope: str | None = None) -> Turn:
+        """The turn to retract next (of a scope): the youngest; background first, then those ``beyond`` a share."""
         turns = [turn for turn in self.running.values() if scope in (None, turn.scope.name)]
-        beyond = self.cache.scopes_beyond_share()
         return max(turns, key=lambda turn: (turn.params.background, turn.scope.name in beyond, turn.arrival))
 
     def _retract(self, turn: Turn, work: dict[str, Work]) -> None:
@@ -240,7 +241,8 @@ class Scheduler:
                 self.cache.extend(turn.session_id, count)
                 return True
             except OutOfPages as lack:
-                self._retract(self._last_running(_scope_that_lacks(turn, lack)), work)
+                beyond = self.cache.scopes_beyond_share()
+                self._retract(self._last_running(beyond, _scope_that_lacks(turn, lack)), work)
         return turn.turn_id in self.running
 
     def _plan_drafts(self, work: dict[str, Work], drafts: Drafts) -> None:
@@ -306,18 +308,18 @@ class Scheduler:
     def _make_pages(self, turn: Turn, budget: int, work: dict[str, Work]) -> OutOfPages | None:
         """As ``_take_pages``, once turns that yield have made room."""
         while (lack := self._take_pages(turn, budget)) is not None:
-            if not self._yield_to(turn, work, _scope_that_lacks(turn, lack), beyond_share=True):
+            beyond = self.cache.scopes_beyond_share()
+            if not self._yield_to(turn, work, beyond, _scope_that_lacks(turn, lack)):
                 break
         return lack
 
     def _yield_to(
-        self, turn: Turn, work: dict[str, Work], scope: str | None = None, *, beyond_share: bool = False
+        self, turn: Turn, work: dict[str, Work], beyond: Collection[str] = (), scope: str | None = None
     ) -> bool:
-        """Retract a background turn (of a scope) for another, or one beyond its share for one within. False: none."""
+        """Retract a background turn (of a scope) for another, or one ``beyond`` its share for one within it."""
         if not any(scope in (None, other.scope.name) for other in self.running.values()):
             return False
-        last = self._last_running(scope)
-        beyond = self.cache.scopes_beyond_share() if beyond_share else set()
+        last = self._last_running(beyond, scope)
         for_a_share = last.scope.name in beyond and turn.scope.name not in beyond
         if (turn.params.background or not last.params.background) and not for_a_share:
             return False

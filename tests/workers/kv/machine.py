@@ -134,8 +134,9 @@ class Machine(RuleBasedStateMachine):
     def known(self, session: str) -> int:
         return len(self.cache.slots[session].tokens)
 
-    def open(self, session: str) -> bool:
-        known, scope = self.cache.slots.get(session), self.scopes[TENANTS[session]]
+    def open(self, session: str, scope: KVScope | None = None) -> bool:
+        """``scope``: where it is not the one that the tenant's keys name now."""
+        known, scope = self.cache.slots.get(session), scope or self.scopes[TENANTS[session]]
         if known is not None and known.turn_id is not None:
             scope = self.cache.scopes.named(known.scope)
         try:

@@ -238,9 +238,12 @@ class KVCore(Machine):
         """
         name = data.draw(st.sampled_from(sorted(s for s in self.cache.slots if s.startswith("held"))))
         busy = into in self.model and self.model[into].turn is not None
-        if TENANTS[name] != TENANTS[into] or busy or not self.open(into) or name not in self.cache.slots:
+        if TENANTS[name] != TENANTS[into] or busy:
             return
         source, size = self.cache.slots[name], self.cache.page_size
+        # As the source's: keys may have been changed since.
+        if not self.open(into, self.cache.scopes.named(source.scope)) or name not in self.cache.slots:
+            return
         tokens, committed = source.tokens[:], source.committed_len
         end = -(-committed // size)
         columns = [[c for c in table.held() if c < end] for table in source.tables]
