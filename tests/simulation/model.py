@@ -189,8 +189,8 @@ class SimulatedRank:
 
     def update(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         self.zero_freed()
-        for group, row, column, page in table_updates:
-            self._tables[group, row, column] = page
+        for group, row, first, pages in table_updates:
+            self._tables.update(((group, row, column), page) for column, page in enumerate(pages, first))
         for copy in copies:
             self.kv.copy(*copy)
 

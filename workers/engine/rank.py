@@ -241,11 +241,11 @@ class Rank:
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
         last: list[dict[tuple[int, int], int]] = [{} for _ in self.tables]
-        for group, row, column, page in table_updates:
-            last[group][row, column] = page
-        for table, entries in zip(self.tables, last, strict=True):
-            if entries:
-                parts = (*zip(*entries, strict=True), entries.values())
+        for group, row, first, entries in table_updates:
+            last[group].update(((row, column), page) for column, page in enumerate(entries, first))
+        for table, changed in zip(self.tables, last, strict=True):
+            if changed:
+                parts = (*zip(*changed, strict=True), changed.values())
                 rows, columns, pages = upload_parts([array("i", part) for part in parts], self.device)
                 table.index_put_((rows, columns), pages)
         self.kv.copy_pages(copies)

@@ -29,9 +29,9 @@ class PageCopy(NamedTuple):
     target: int
 
 
-TableUpdate: TypeAlias = tuple[int, int, int, int]
-"""``(group, row, column, page)``: set that entry of the group's page tables on the device. A plain tuple,
-because a named one takes five times as long to make, and each page of each turn has one."""
+TableUpdate: TypeAlias = tuple[int, int, int, Sequence[int]]
+"""``(group, row, column, pages)``: set the entries from that one on in the group's page tables on the device. A plain
+tuple, because a named one takes five times as long to make, and each turn has one a group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,25 +94,24 @@ class GroupTables:
         pages = table.pages
         if count == 1:  # most turns take a page at a time
             column, page = len(pages), self.pool.take_one()
-            self._updates.append((self.index, table.row, column, page))
+            self._updates.append((self.index, table.row, column, (page,)))
             table.digest += hash((column, page))
             pages.append(page)
             if table.charged_to is not None:
                 self.pool.charge((page,), table.charged_to)
             return
-        index, row, first = self.index, table.row, len(pages)
         taken = self.pool.take_free(count)
+        self._updates.append((self.index, table.row, len(pages), taken))
+        table.digest += sum(map(hash, enumerate(taken, len(pages))))
         pages += taken
         if table.charged_to is not None:
             self.pool.charge(taken, table.charged_to)
-        self._updates += [(index, row, column, pages[column]) for column in range(first, len(pages))]
-        table.digest += sum([hash((column, pages[column])) for column in range(first, len(pages))])
 
     def append_shared(self, table: PageTable, page: int) -> None:
         """Append a page that another holder lists too."""
         self.pool.incref(page)
         column = len(table.pages)
-        self._updates.append((self.index, table.row, column, page))
+        self._updates.append((self.index, table.row, column, (page,)))
         table.digest += hash((column, page))
         table.pages.append(page)
 
@@ -126,19 +125,32 @@ class GroupTables:
 
     def cut(self, table: PageTable, num_kept: int) -> int:
         """Drop the pages from column ``num_kept`` on. Returns how many became free."""
-        pages, num_freed, column = table.pages, 0, len(table.pages)
-        if self._copies and column > num_kept:
-            self._cancel_copies(pages[num_kept:])
-        decref = self.pool.decref
-        while column > num_kept:
-            column, page = column - 1, pages.pop()
-            if page != FREED:
-                table.digest -= hash((column, page))
-                num_freed += decref(page)
+        pages, num_freed = table.pages, 0
+        if len(pages) == num_kept + 1 and pages[-1] != FREED:  # most turns drop a page at a time
+            page = pages.pop()
+            if self._copies:
+                self._cancel_copies([page])
+            table.digest -= hash((num_kept, page))
+            num_freed = self.pool.decref(page)
+        elif len(pages) > num_kept:
+            num_freed = self._cut_pages(table, num_kept)
         if num_kept <= table.num_evicted:
             table.num_evicted, table.slides_from = num_kept, 0
             self._find_held(table)
         return num_freed
+
+    def _cut_pages(self, table: PageTable, num_kept: int) -> int:
+        dropped = table.pages[num_kept:]
+        del table.pages[num_kept:]
+        if self._copies:
+            self._cancel_copies(dropped)
+        table.digest -= sum(map(hash, enumerate(dropped, num_kept)))
+        if num_kept < table.num_evicted:
+            freed = [column for column, page in enumerate(dropped, num_kept) if page == FREED]
+            table.digest += sum([hash((column, FREED)) for column in freed])
+            dropped = [page for page in dropped if page != FREED]
+        dropped.reverse()
+        return self.pool.decref_all(dropped)
 
     def _find_held(self, table: PageTable) -> None:
         """Count the pages of resume points just before ``num_evicted`` as held: after a cut they are the window."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from workers.kv.scopes import ScopePages
 
@@ -123,10 +123,21 @@ class PagePool:
 
     def decref(self, page: int) -> int:
         """Drop one reference. Returns how many pages became free: 1 or 0."""
+        self.touched.add(page)
+        return self._decref(page)
+
+    def decref_all(self, pages: Sequence[int]) -> int:
+        """Drop one reference of each, in order. Returns how many pages became free."""
+        self.touched.update(pages)
+        decref, num_freed = self._decref, 0
+        for page in pages:
+            num_freed += decref(page)
+        return num_freed
+
+    def _decref(self, page: int) -> int:
         count = self.refcounts[page] - 1
         assert count >= 0, f"page {page} has no reference to drop"
         self.refcounts[page] = count
-        self.touched.add(page)
         if count == 0:
             assert not self._indexed[page], f"page {page} was freed while the prefix index holds it"
             self.free.append(page)

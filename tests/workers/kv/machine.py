@@ -103,8 +103,8 @@ class Machine(RuleBasedStateMachine):
         self.turn_number = 0
 
     def apply_step(self) -> None:
-        for group, row, column, page in self.cache.take_table_updates():
-            self.table[group, row, column] = page
+        for group, row, first, pages in self.cache.take_table_updates():
+            self.table.update(((group, row, column), page) for column, page in enumerate(pages, first))
         self.follow()
         assert self.follower.cache.take_table_updates() is not None
         assert self.follower.cache.pending_copies == self.cache.pending_copies
