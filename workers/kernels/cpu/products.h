@@ -15,8 +15,9 @@ namespace holdfast {
 
 constexpr int PANEL = 32;
 
-// Their sums fill most of the registers: 28 of 32 of AVX-512, 12 of 16 of AVX2.
-constexpr int TILE_ROWS = LANES == 16 ? 14 : 3, TILE_VECTORS = LANES == 4 ? 4 : PANEL / LANES;
+// Their sums fill most of AVX-512's registers, 28 of 32. With more than 8 of AVX2's 16, compilers keep some in memory.
+constexpr int TILE_ROWS = LANES == 16 ? 14 : 4;
+constexpr int tile_vectors(int rows) { return LANES == 16 || rows > 2 ? 2 : 4; }
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
@@ -83,6 +84,14 @@ inline void pack_rows(const T* const* rows, int count, int64_t depth, bool dots,
     }
 }
 
+// Else each product reads it again, and AVX2's loads take longer than its sums.
+inline Floats in_register(Floats x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 // ---- the sums of a tile --------------------------------------------------------------------------
 
 // Adds to `sums [P][TILE_ROWS][PANEL]` (S vectors of each panel, from `sums` on) the products of M `rows` and of P
@@ -124,7 +133,7 @@ inline void add_tile(float* sums, const uint32_t* rows, const T* panel, int64_t 
         const int64_t apart = bytes / int64_t(sizeof(T));
         for (int64_t k = 0; k < steps; k++, panel += PANEL, row += M) {
             Floats columns[V];
-            for (int v = 0; v < V; v++) columns[v] = load(panel + v / S * apart + v % S * LANES);
+            for (int v = 0; v < V; v++) columns[v] = in_register(load(panel + v / S * apart + v % S * LANES));
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < V; v++) acc[m][v] += row[m] * columns[v];
         }
@@ -135,10 +144,11 @@ inline void add_tile(float* sums, const uint32_t* rows, const T* panel, int64_t 
 
 template <int M, int P, class T>
 inline void add_panel(float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
-    for (int v = 0; v < PANEL / LANES; v += TILE_VECTORS) {
+    constexpr int S = tile_vectors(M);
+    for (int v = 0; v < PANEL / LANES; v += S) {
         constexpr int BYTES = std::is_same_v<T, int8_t> ? 1 : 4;  // of a column's share of a step: bf16 in pairs
         const char* at = reinterpret_cast<const char*>(panel) + v * LANES * BYTES;
-        add_tile<M, TILE_VECTORS, P>(sums + v * LANES, rows, reinterpret_cast<const T*>(at), bytes, steps);
+        add_tile<M, S, P>(sums + v * LANES, rows, reinterpret_cast<const T*>(at), bytes, steps);
     }
 }
 
@@ -186,9 +196,13 @@ inline void widen_panel(const char* panel, int32_t kind, int64_t first, int64_t 
 // ---- a whole product -----------------------------------------------------------------------------
 
 // Rows that are computed with the same panel while it is near.
-constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : 32);
+constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : 24);
 // Of a panel that many rows read, so much is converted at a time.
-constexpr int64_t WIDE_DEPTH = 512;
+constexpr int64_t WIDE_DEPTH = LANES == 16 ? 512 : 128;
+// Whether that pays for `tiles`: a tile of AVX2 converts bf16 between its sums.
+inline bool widens(int32_t kind, int64_t tiles) {
+    return (kind == INT8 || (kind == BFLOAT16 && LANES == 16)) && tiles >= 3;
+}
 
 // Rows `x`, packed tile by tile, of one product.
 struct PackedRows {
@@ -240,7 +254,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
     memset(sums, 0, sizeof(float) * (end - first) * num * TILE_ROWS * PANEL);
     const char* data = w.data + panel * w.panel_bytes();
     auto of = [&](int64_t tile) { return sums + (tile - first) * TILE_ROWS * PANEL; };
-    if (x.dots || w.kind == FLOAT32 || end - first < 3) {
+    if (x.dots || !widens(w.kind, end - first)) {
         for (int64_t tile = first; tile < end; tile++)
             add_product(
                 x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots, num == 2 ? w.panel_bytes() : 0);
