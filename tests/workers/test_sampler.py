@@ -174,6 +174,10 @@ def test_a_mask_may_end_within_a_word() -> None:
     logits[0, 68], logits[0, 69] = 9.0, 1.0
     assert sampled(logits, [turn_of(SamplingParams(), [0], 1)], masks={0: mask}) == [69]
     assert logits.isfinite().nonzero()[:, 1].tolist() == [3, 40, 69]
+    logits = torch.zeros(2, 70)
+    logits[:, 68], logits[:, 69] = 9.0, 1.0
+    turns = [turn_of(SamplingParams(), [0], 1), turn_of(SamplingParams(), [0], 1)]
+    assert sampled(logits, turns, masks={1: mask}) == [68, 69], "beside a row without one"
 
 
 def chosen(logits: torch.Tensor, work: list[Work], ended: Sequence[bool]) -> StepResult:

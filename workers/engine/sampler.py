@@ -115,11 +115,14 @@ def _biases(
 
 
 def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
-    packed = [array("i", mask + bytes(-len(mask) % 4)) for mask in masks.values()]
-    at, *words = upload_parts([array("i", masks), *packed], logits.device)
-    bits = torch.stack(words).unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    packed = array("i", b"".join([mask + bytes(-len(mask) % 4) for mask in masks.values()]))
+    at, words = upload_parts([array("i", masks), packed], logits.device)
+    bits = words.view(len(masks), -1, 1) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
     forbidden = bits.flatten(1).narrow(1, 0, logits.shape[-1]) == 0
-    logits.index_put_((at,), logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
+    if len(masks) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        logits.index_put_((at,), logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:

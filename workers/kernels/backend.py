@@ -15,7 +15,7 @@ from workers.kernels.cpu.operations import CpuElementwise, CpuExperts, CpuProduc
 from workers.kernels.cpu.tape import Tape
 from workers.kernels.elementwise import Elementwise, TorchElementwise
 from workers.kernels.grouped_experts import Experts, TorchExperts
-from workers.kernels.noise import AddNoise, add_torch_noise, compiled_noise
+from workers.kernels.noise import AddNoise, add_torch_noise
 from workers.kernels.paged_attention import plan_attention
 from workers.kernels.products import Products, TorchProducts
 
@@ -96,7 +96,7 @@ def _cpu(device: torch.device, dtype: torch.dtype, quantization: str | None, num
     library = load_library()
     if library is None:
         raise ConfigError("attention_backend: cpu needs a C++20 compiler, and its log says what is missing")
-    tape, add_noise = Tape(library, dtype, num_threads), compiled_noise(library)
+    tape = Tape(library, dtype, num_threads)
     return Backend(
-        plan_attention, CpuElementwise(tape), CpuExperts(tape), CpuProducts(tape, quantization), tape, add_noise
+        plan_attention, CpuElementwise(tape), CpuExperts(tape), CpuProducts(tape, quantization), tape, tape.add_noise
     )

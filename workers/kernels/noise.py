@@ -6,7 +6,6 @@ noise`` is a sample of the softmax.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -45,14 +44,3 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
-
-
-def compiled_noise(library: ctypes.CDLL) -> AddNoise:
-    """In a CPU's own kernels. Its logarithms may differ from torch's in the last of 53 bits."""
-    run = library.holdfast_add_noise
-
-    def add_noise(logits: Tensor, keys: Tensor) -> None:
-        assert logits.dtype == torch.float32 and logits.is_contiguous() and keys.dtype == torch.int32
-        run(keys.contiguous().data_ptr(), logits.shape[0], logits.shape[1], logits.data_ptr())
-
-    return add_noise

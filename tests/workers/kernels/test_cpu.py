@@ -22,7 +22,7 @@ from workers.kernels.cpu.tape import StepArrays, Tape
 from workers.kernels.elementwise import HeadNorms, Places, Rotation, TorchElementwise
 from workers.kernels.fp8 import FP8, read, stored
 from workers.kernels.grouped_experts import ExpertProducts, RouterSpec, TorchExperts
-from workers.kernels.noise import compiled_noise, gumbel_noise, mixing_keys
+from workers.kernels.noise import gumbel_noise, mixing_keys
 from workers.kernels.paged_attention import paged_attention_reference
 
 T = TypeVar("T")
@@ -356,7 +356,7 @@ def test_noise_is_the_references(vocab_size: int) -> None:
     """But for the last of 53 bits of two logarithms, which seldom change the last of 24."""
     compiled = library.load_library()
     assert compiled is not None
-    add_noise = compiled_noise(compiled)
+    add_noise = Tape(compiled, torch.float32, 2).add_noise
     keys = torch.frombuffer(mixing_keys([(1, 5), (2**62, 9), (-3, 10**6)]), dtype=torch.int32)
     got = torch.zeros(3, vocab_size)
     add_noise(got, keys)

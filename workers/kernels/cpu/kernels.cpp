@@ -55,9 +55,9 @@ void holdfast_pack(const void* weight, int64_t rows, int64_t depth, int32_t kind
         pack_panels(static_cast<const uint8_t*>(weight), rows, depth, static_cast<uint8_t*>(panels));
 }
 
-// `keys`: a pair for each row of `logits`.
-void holdfast_add_noise(const uint32_t* keys, int64_t num_rows, int64_t vocab_size, float* logits) {
-    for (int64_t i = 0; i < num_rows; i++) add_noise(keys + 2 * i, vocab_size, logits + i * vocab_size);
+void holdfast_add_noise(
+    Context* context, const uint32_t* keys, int64_t num_rows, int64_t vocab_size, float* logits) {
+    add_noise(*context->pool, keys, num_rows, vocab_size, logits);
 }
 
 // Runs operations on activations of `kind`, FLOAT32 or BFLOAT16.

@@ -1,6 +1,7 @@
 // Gumbel noise as kernels/noise.py defines it, for sampling.
 #pragma once
 
+#include "pool.h"
 #include "simd.h"
 
 namespace holdfast {
@@ -39,20 +40,30 @@ inline HalfFloats gumbel(HalfWords bits) {
     return __builtin_convertvector(-log(-log(uniform)), HalfFloats);
 }
 
-// Adds noise to a row of logits. `keys`: the row's pair.
-inline void add_noise(const uint32_t* keys, int64_t vocab_size, float* logits) {
+// Adds noise to the logits `[begin, end)` of a row. `keys`: the row's pair.
+inline void add_noise(const uint32_t* keys, int64_t begin, int64_t end, float* logits) {
     uint32_t at[LANES];
-    for (int i = 0; i < LANES; i++) at[i] = uint32_t(i);
+    for (int i = 0; i < LANES; i++) at[i] = uint32_t(begin + i);
     Words token = read<Words>(at);
-    for (int64_t first = 0; first < vocab_size; first += LANES) {
+    for (int64_t first = begin; first < end; first += LANES) {
         Words bits = mixed(mixed(token * 0x9E3779B9 + keys[0]) ^ keys[1]);
         HalfWords halves[2];
         memcpy(halves, &bits, sizeof bits);
         HalfFloats noise[2] = {gumbel(halves[0]), gumbel(halves[1])};
-        long left = long(vocab_size - first);
+        long left = long(end - first);
         store(logits + first, load(logits + first, left) + read<Floats>(noise), left);
         token += LANES;
     }
+}
+
+// Adds noise to rows of logits. `keys`: a pair for each row.
+inline void add_noise(Pool& pool, const uint32_t* keys, int64_t num_rows, int64_t vocab_size, float* logits) {
+    constexpr int64_t PART = 2048;  // a task of some microseconds
+    const int64_t parts = (vocab_size + PART - 1) / PART;
+    pool.each(num_rows * parts, [&](int64_t task) {
+        int64_t row = task / parts, begin = task % parts * PART;
+        add_noise(keys + 2 * row, begin, std::min(vocab_size, begin + PART), logits + row * vocab_size);
+    });
 }
 
 }  // namespace holdfast

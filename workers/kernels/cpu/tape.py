@@ -116,6 +116,12 @@ class Tape:
         for call in self._calls:
             self._run(call, step)
 
+    def add_noise(self, logits: Tensor, keys: Tensor) -> None:
+        """See ``kernels.noise.AddNoise``. Logarithms may differ from torch's in the last of 53 bits."""
+        assert logits.dtype == torch.float32 and logits.is_contiguous() and keys.dtype == torch.int32
+        keys = keys.contiguous()
+        self.library.holdfast_add_noise(self._context, keys.data_ptr(), *logits.shape, logits.data_ptr())
+
     def run_each(self, step: StepArrays) -> Iterator[type[Op] | None]:
         """Compute a step one operation at a time; its kind, when it is done, or None for a call. To measure them."""
         for part in self._parts:
