@@ -17,7 +17,8 @@ ROPE_FACTORS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-MAX_LAYERS = 4096
+MAX_LAYERS, MAX_EXPERTS = 4096, 65_536
+"""No model has as many as a damaged config may say, for each of which something would be made."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -44,22 +45,24 @@ class Fields:
         """The value as it is; None if absent."""
         return self._raw.get(key)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """A positive integer, at most ``most``."""
         value = self._raw.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             noun = "a positive integer" if default is None else "an integer"
             raise UnsupportedModel(f"{key}: must be {noun}, config.json has {value!r}")
+        if most is not None and value > most:
+            raise UnsupportedModel(f"{key}: must be at most {most}, config.json has {value}")
         return value
 
     def num_layers(self) -> int:
-        """``num_hidden_layers``. No model has as many as a damaged config may say, for which none would be made."""
-        value = self.size("num_hidden_layers")
-        if value > MAX_LAYERS:
-            raise UnsupportedModel(f"num_hidden_layers: must be at most {MAX_LAYERS}, config.json has {value}")
-        return value
+        return self.size("num_hidden_layers", most=MAX_LAYERS)
+
+    def num_experts(self, key: str, default: int | None = None) -> int:
+        """A router's experts, by the family's name for them."""
+        return self.size(key, default, most=MAX_EXPERTS)
 
     def count(self, key: str, default: int = 0) -> int:
         """An integer from 0 on."""

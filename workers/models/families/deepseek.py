@@ -59,7 +59,7 @@ def _yarn_scale(rope: RopeConfig) -> float:
 
 def _router(f: Fields) -> RouterSpec:
     return RouterSpec(
-        num_experts=f.size("n_routed_experts"),
+        num_experts=f.num_experts("n_routed_experts"),
         top_k=f.size("num_experts_per_tok"),
         scale=f.number("routed_scaling_factor", 1.0),
         num_groups=f.size("n_group", 1),

@@ -50,6 +50,10 @@ def attention(f: Fields) -> AttentionSpec:
     num_heads = f.size("num_attention_heads")
     num_kv_heads = f.size("num_key_value_heads", num_heads)
     head_dim = f.size("head_dim", f.size("hidden_size") // num_heads)
+    if not head_dim:
+        raise UnsupportedModel(
+            f"hidden_size: must be at least num_attention_heads, config.json has {f.size('hidden_size')}"
+        )
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"num_key_value_heads: {num_kv_heads} does not divide {num_heads} heads")
     return AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, f.rope(head_dim))

@@ -13,7 +13,7 @@ from workers.models.spec import AttentionSpec, ExpertsSpec, FeedForward, LayerSp
 
 def mixtral(f: Fields) -> dict[str, Any]:
     f.one_of("hidden_act", ("silu",), "silu")
-    router = RouterSpec(f.size("num_local_experts"), f.size("num_experts_per_tok"), normalize=True)
+    router = RouterSpec(f.num_experts("num_local_experts"), f.size("num_experts_per_tok"), normalize=True)
     experts = ExpertsSpec("mixtral", router, f.size("intermediate_size"))
     mixer = attention(f)
     return {"layers": tuple(LayerSpec(replace(mixer, window=window), experts) for window in windows(f))}
@@ -34,7 +34,9 @@ def qwen3_moe(f: Fields) -> dict[str, Any]:
 def gpt_oss(f: Fields) -> dict[str, Any]:
     bias = f.flag("attention_bias", True)
     mixer = replace(attention(f), qkv_bias=bias, o_bias=bias, sinks=True)
-    router = RouterSpec(f.size("num_local_experts"), f.size("num_experts_per_tok"), score="top_softmax", bias=True)
+    router = RouterSpec(
+        f.num_experts("num_local_experts"), f.size("num_experts_per_tok"), score="top_softmax", bias=True
+    )
     experts = ExpertsSpec(
         "gpt_oss",
         router,
@@ -49,7 +51,7 @@ def gpt_oss(f: Fields) -> dict[str, Any]:
 
 
 def _qwen_experts(f: Fields) -> ExpertsSpec:
-    num_experts = f.size("num_experts", f.count("num_local_experts") or None)
+    num_experts = f.num_experts("num_experts", f.count("num_local_experts") or None)
     router = RouterSpec(num_experts, f.size("num_experts_per_tok"), normalize=f.flag("norm_topk_prob"))
     return ExpertsSpec("qwen", router, f.size("moe_intermediate_size"))
 
