@@ -81,6 +81,13 @@ class Fields:
             raise UnsupportedModel(f"{key}: must be a number, config.json has {value!r}")
         return float(value)
 
+    def scale_of(self, key: str, default: float) -> float:
+        """What queries are multiplied by, where ``key`` says the root of how much they are divided by."""
+        value = self.number(key, default)
+        if not value > 0:
+            raise UnsupportedModel(f"{key}: must be a positive number, config.json has {value!r}")
+        return float(value**-0.5)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._raw.get(key)
         if value is not None and not isinstance(value, bool):

@@ -32,7 +32,7 @@ def _gemma(
     bias = f.flag("attention_bias")
     mixer = replace(
         base,
-        scale=f.number("query_pre_attn_scalar", base.head_dim) ** -0.5,
+        scale=f.scale_of("query_pre_attn_scalar", base.head_dim),
         softcap=f.number("attn_logit_softcapping", 0.0),
         qkv_bias=bias,
         o_bias=bias,
