@@ -56,6 +56,8 @@ class Config(BaseModel):
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
+    disable_cuda_graph: bool = Field(False, description="on CUDA, launch each kernel of a decode from Python")
+    cuda_graph_max_bs: int = Field(256, ge=1, description="largest batch whose decode is captured as a CUDA graph")
     speculative_algorithm: Literal["NONE", "NGRAM", "STANDALONE", "EAGLE3", "MTP"] = Field(
         "NONE",
         description="drafts, never another output; NGRAM: looked up; STANDALONE: of a smaller model; EAGLE3: of a head "
@@ -243,6 +245,8 @@ class Config(BaseModel):
             quantization=self.quantization,
             attention_backend=self.attention_backend,
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
+            disable_cuda_graph=self.disable_cuda_graph,
+            cuda_graph_max_bs=self.cuda_graph_max_bs,
             speculative_algorithm=self.speculative_algorithm,
             speculative_draft_model_path=self.speculative_draft_model_path
             and self.speculative_draft_model_path.resolve(),

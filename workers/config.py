@@ -25,6 +25,10 @@ class EngineConfig:
     """``int8``: a CPU's layers keep their weights in eight bits, with a factor for each output channel."""
     deterministic: bool = True
     """On CUDA, a row's result does not depend on its batch. Else torch chooses the products' order of summation."""
+    disable_cuda_graph: bool = False
+    """On CUDA, launch each kernel of a decode from Python, which takes it longer than a GPU to compute most of them."""
+    cuda_graph_max_bs: int = 256
+    """The largest batch whose decode is captured as a graph: see ``engine.decode_graphs``."""
     page_size: int = 16
     context_length: int | None = None
     """None: the model's own limit."""

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.heads import make_eagle3, make_mtp
-from workers.engine import choice, sampler
+from workers.engine import choice, decode_graphs, sampler
+from workers.engine.batch import Batch
+from workers.engine.decode_graphs import DecodeGraphs, sizes_up_to
 from workers.engine.penalties import PenaltyCounts
 from workers.kernels import attention_launch, elementwise_launch, experts_launch, products_launch
-from workers.kernels.attention_launch import plan_triton_attention
+from workers.kernels.attention_launch import plan_triton_attention, plan_triton_decodes
 from workers.kernels.backend import TORCH, Backend
 from workers.kernels.elementwise_launch import TritonElementwise
 from workers.kernels.experts_launch import TritonExperts
@@ -79,7 +81,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (attention_launch, elementwise_launch, experts_launch, products_launch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(getattr(module, name), noted))
-    for module in (attention_launch, choice, sampler):
+    for module in (attention_launch, choice, decode_graphs, sampler):
         monkeypatch.setattr(module, "upload_parts", parts_on_device)
     return noted
 
@@ -237,6 +239,44 @@ def test_a_choice_of_every_kind_waits_for_nothing(ended: bool, launches: list[st
             assert chosen.device == results.device == CUDA and len(chosen) == 7 - ended
             rows = 3 + 1 + 7
             assert results.shape == (len(chosen) + rows * (1 + 1 + 2 * 4) + 2 * (1 + 7),)
+
+
+class Ops(TorchDispatchMode):
+    """Notes what is done beside a graph's replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "deepseek-v3"])
+def test_a_captured_decode_waits_for_nothing(
+    family: str, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its replay a step copies what its batch says, and makes nothing but that."""
+    real = decoder_of(family, tmp_path)
+    # The method asks for a CUDA build of torch, the operation does not.
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: torch.ops.aten.copy_.default(to, of))
+    with FakeTensorMode():
+        decoder, num_groups = on_gpu(real, TritonElementwise()), len(real.config.kv_groups)
+        kv = KVPool(real.config, [100] * num_groups, 16, torch.bfloat16, CUDA)
+        tables = [torch.zeros(9, 64, dtype=torch.int32, device=CUDA) for _ in range(num_groups)]
+        graphs = DecodeGraphs(
+            decoder, kv, tables, plan_triton_decodes, lambda run: (run(), lambda: None), max_batch=4, context_len=1024
+        )
+        assert launches.count("embed_kernel") == len(sizes_up_to(4)) == 4
+        launches.clear()
+        batch = Batch([4, 0, 7], [40, 3, 900], [1, 1, 1], new_tokens([5, -1, -2]), [0, 1, 2])
+        with Ops() as ops:
+            decoded = graphs.forward(batch, lambda numbers: torch.zeros(2, dtype=torch.int64, device=CUDA))
+        assert decoded is not None and decoded[1].shape == (3, real.config.vocab_size)
+        assert decoded[1].device == CUDA and not launches
+        views = {"view", "narrow", "slice", "select", "device"}
+        assert ops.names - views <= {"empty", "zeros", "to", "_to_copy", "copy_", "index_put_"}
 
 
 def test_a_value_that_the_host_reads_raises(tmp_path: Path, launches: list[str]) -> None:

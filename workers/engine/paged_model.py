@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.batch import Batch
+from workers.engine.decode_graphs import DecodeGraphs
 from workers.kernels.backend import Backend
 from workers.kernels.cpu.tape import StepArrays
 from workers.kernels.upload import upload_parts
@@ -27,11 +28,13 @@ class PagedModel:
         tables: Sequence[Tensor],
         fed: Callable[[Tensor], Tensor],
         taps: Sequence[int] = (),
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """``tables``: by KV group, int32 ``[sessions, max_pages]``. ``fed``: tokens that were chosen on the device, by
-        their number among those chosen last. ``taps``: see ``Decoder.hidden``.
+        their number among those chosen last. ``taps``: see ``Decoder.hidden``. ``graphs``: of the same decoder.
         """
         self._decoder, self._kv, self._tables, self._fed, self._taps = decoder, kv, tables, fed, taps
+        self._graphs = graphs
         self._plan_attention = backend.plan_attention
         self._taped = TapedDecoder(decoder, backend.tape, kv, tables, taps) if backend.tape else None
         self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
@@ -47,6 +50,9 @@ class PagedModel:
         if self._taped is not None:
             logits = self._taped.forward(self._step_arrays(batch), states)
             self.hidden = self._taped.hidden
+            return logits
+        if self._graphs is not None and (decoded := self._graphs.forward(batch, self._fed)) is not None:
+            self.hidden, logits = decoded
             return logits
         prepared = self._forward_batch(batch)
         prepared.states = states

@@ -17,6 +17,7 @@ from workers.config import EngineConfig
 from workers.engine.batch import Batch
 from workers.engine.choice import Choice, PendingChoice
 from workers.engine.collectives import Collectives
+from workers.engine.decode_graphs import DecodeGraphs, capture_of
 from workers.engine.draft_head import HeadModel
 from workers.engine.draft_model import Drafter, DraftModel, read_draft_config
 from workers.engine.memory import group_specs, host_group, pages_by_group
@@ -84,9 +85,9 @@ class Rank:
         )
         self.kv = KVPool(model, num_pages, config.page_size, kv_dtype, self.device, self.decoder.kv_scales)
         max_pages = -(-self.context_len // config.page_size)
-        # By group. Entries start at the spare page past the pool's end.
+        # By group. Entries start at the spare page past the pool's end; the row past the last session keeps to it.
         self.tables = [
-            torch.full((config.max_sessions, max_pages), pages, dtype=torch.int32, device=self.device)
+            torch.full((config.max_sessions + 1, max_pages), pages, dtype=torch.int32, device=self.device)
             for pages in num_pages
         ]
         self._drafter = self._load_drafter(config, draft, num_pages) if draft is not None else None
@@ -97,7 +98,8 @@ class Rank:
         )
         """Ranks with the same layout can read each other's pages."""
         taps = self._drafter.taps if self._drafter is not None else ()
-        self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed, taps)
+        graphs = self._capture_graphs(config, backend, taps)
+        self._model = PagedModel(self.decoder, backend, self.kv, self.tables, self._fed, taps, graphs)
         self._group = group
         overlap = config.overlap_schedule
         self.overlaps = self.device.type == "cuda" if overlap is None else overlap
@@ -140,6 +142,21 @@ class Rank:
             group=group,
             expert_parallel=config.expert_parallel,
             kernels=backend,
+        )
+
+    def _capture_graphs(self, config: EngineConfig, backend: Backend, taps: Sequence[int]) -> DecodeGraphs | None:
+        capture = capture_of(self.device)
+        if capture is None or backend.plan_decodes is None or config.disable_cuda_graph:
+            return None
+        return DecodeGraphs(
+            self.decoder,
+            self.kv,
+            self.tables,
+            backend.plan_decodes,
+            capture,
+            max_batch=min(config.cuda_graph_max_bs, config.max_running_requests),
+            context_len=self.context_len,
+            taps=taps,
         )
 
     def _load_drafter(

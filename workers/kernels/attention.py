@@ -47,3 +47,20 @@ class Planner(Protocol):
         window: int = 0,
     ) -> AttentionPlan:
         """The plan for a batch. ``tables [sequences, max_pages]``; ``dtype``: of the queries."""
+
+
+class DecodePlanner(Protocol):
+    """Makes plans of decodes without knowing their contexts: for a graph, which is launched with any."""
+
+    def __call__(
+        self,
+        tables: Tensor,
+        context_lens: Tensor,
+        page_size: int,
+        *,
+        heads: HeadShape,
+        kv_heads: int,
+        most: int,
+        window: int = 0,
+    ) -> AttentionPlan:
+        """The plan for one query of each sequence. ``context_lens``: on the device, at most ``most``."""

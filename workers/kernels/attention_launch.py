@@ -17,6 +17,10 @@ from workers.kernels.paged_attention import HeadShape
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.upload import upload_parts
 
+MAX_PROGRAMS = 65_536
+"""Of a launch for contexts of any length, most of which find no split to compute: they take less time than the few that
+run side by side save."""
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -73,6 +77,7 @@ def constants(
         "BLOCK_V": block_v,
         "BLOCK_R": max(16, triton.next_power_of_2(k_dim - v_dim)) if latent else 16,
         "BLOCK_M": blocks.rows,
+        "PART_ROWS": min(group, blocks.rows),  # of a decode, which has one query
         "BLOCK_N": blocks.block_n,
         "SPLIT": blocks.split,
         "WINDOW": window,
@@ -148,7 +153,7 @@ class TritonPlan:
                 **_of(extend_kernel, known), **options,
             )  # fmt: skip
         if len(self.side_by_side):
-            num_parts = len(self.side_by_side) * kv_heads * self.num_splits * blocks.rows
+            num_parts = len(self.side_by_side) * kv_heads * self.num_splits * min(self.group, blocks.rows)
             part_values = torch.empty(num_parts * v_dim, dtype=torch.float32, device=q.device)
             part_sums = torch.empty(num_parts * 2, dtype=torch.float32, device=q.device)
             decode_kernel[len(self.side_by_side), kv_heads, self.num_splits](
@@ -190,3 +195,28 @@ def plan_triton_attention(
     parts = upload_parts([array("i", part.tobytes()) for part in (spans, side_by_side, one_by_one)], tables.device)
     spans_, side, one = parts[0].view(-1, 3), parts[1].view(-1, 2), parts[2].view(-1, 2)
     return TritonPlan(tables, spans_, side, one, num_splits, page_size, group, window, blocks)
+
+
+def plan_triton_decodes(
+    tables: Tensor,
+    context_lens: Tensor,
+    page_size: int,
+    *,
+    heads: HeadShape,
+    kv_heads: int,
+    most: int,
+    window: int = 0,
+) -> TritonPlan:
+    """See ``DecodePlanner``. The bits are those of ``plan_triton_attention``."""
+    blocks, device = blocks_of(heads.v_dim), tables.device
+    sequence = torch.arange(len(tables), dtype=torch.int32, device=device)
+    spans = torch.stack((sequence, torch.ones_like(sequence), context_lens.int()), dim=1)
+    rows = torch.arange(0, heads.group, blocks.rows, dtype=torch.int32, device=device)
+    tiles = torch.stack((sequence.repeat_interleave(len(rows)), rows.repeat(len(tables))), dim=1)
+    num_splits = -(-most // blocks.split)
+    if window:
+        num_splits = min(num_splits, -(-window // blocks.split) + 1)
+    apart = 1 < num_splits <= MAX_PROGRAMS // (len(tiles) * kv_heads)
+    none = tiles.narrow(0, 0, 0)
+    side, one = (tiles, none) if apart else (none, tiles)
+    return TritonPlan(tables, spans, side, one, num_splits, page_size, heads.group, window, blocks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import ConfigError
-from workers.kernels.attention import Planner
+from workers.kernels.attention import DecodePlanner, Planner
 from workers.kernels.cpu.library import load_library
 from workers.kernels.cpu.operations import CpuElementwise, CpuExperts, CpuProducts
 from workers.kernels.cpu.tape import Tape
@@ -36,6 +36,8 @@ class Backend:
     tape: Tape | None = None
     """What its operations are recorded on: they compute nothing themselves."""
     add_noise: AddNoise = add_torch_noise
+    plan_decodes: DecodePlanner | None = None
+    """None: its launches depend on what a batch holds, and cannot be captured as a graph."""
 
 
 TORCH = Backend(plan_attention, TorchElementwise(), TorchExperts(), TorchProducts())
@@ -71,13 +73,15 @@ def load_backend(
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("attention_backend: triton needs a GPU; on CPU it runs in its interpreter alone, for tests")
     # A CPU engine never loads it.
-    from workers.kernels.attention_launch import plan_triton_attention
+    from workers.kernels.attention_launch import plan_triton_attention, plan_triton_decodes
     from workers.kernels.elementwise_launch import TritonElementwise
     from workers.kernels.experts_launch import TritonExperts
     from workers.kernels.products_launch import TritonProducts
 
     products = TritonProducts() if deterministic else TorchProducts()
-    return Backend(plan_triton_attention, TritonElementwise(), TritonExperts(), products)
+    return Backend(
+        plan_triton_attention, TritonElementwise(), TritonExperts(), products, plan_decodes=plan_triton_decodes
+    )
 
 
 def _chosen(name: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -257,6 +257,7 @@ def decode_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -282,9 +283,8 @@ def decode_kernel(
             k_page_stride, v_page_stride,
             PAGE, K_DIM, V_DIM, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, LATENT,
         )  # fmt: skip
-        part = ((tile * tl.num_programs(1) + kv_head) * tl.num_programs(2) + number).to(tl.int64) * BLOCK_M + tl.arange(
-            0, BLOCK_M
-        )
+        part = ((tile * tl.num_programs(1) + kv_head) * tl.num_programs(2) + number).to(tl.int64)
+        part = part * PART_ROWS + tl.arange(0, BLOCK_M)
         tl.store(part_sums + 2 * part, highest, mask=in_tile)
         tl.store(part_sums + 2 * part + 1, total, mask=in_tile)
         v_d = tl.arange(0, BLOCK_V)
@@ -307,6 +307,7 @@ def sum_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -322,9 +323,8 @@ def sum_kernel(
     values = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     v_d = tl.arange(0, BLOCK_V)
     for number in range(0, (end - 1) // SPLIT - first // SPLIT + 1):
-        part = ((tile * tl.num_programs(1) + kv_head) * num_splits + number).to(tl.int64) * BLOCK_M + tl.arange(
-            0, BLOCK_M
-        )
+        part = ((tile * tl.num_programs(1) + kv_head) * num_splits + number).to(tl.int64)
+        part = part * PART_ROWS + tl.arange(0, BLOCK_M)
         new_highest = tl.load(part_sums + 2 * part, mask=in_tile, other=float("-inf"))
         new_total = tl.load(part_sums + 2 * part + 1, mask=in_tile, other=0.0)
         new_values = tl.load(
