@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.op_graph import OpGraphs, kernels_in
+from tests.parity.small_tiles import use_small_tiles
 from tests.workers.engine import SMALL, Engine
 from workers.engine import decode_graphs
 from workers.engine import rank as rank_module
 from workers.engine.decode_graphs import sizes_up_to
-from workers.kernels import attention_launch, experts_launch, products_launch
-from workers.kernels.attention_launch import Blocks
-from workers.kernels.experts_launch import ExpertBlocks
-from workers.kernels.products_launch import ProductBlocks
 from workers.scheduling import SamplingParams
 
 FAMILIES = {"llama": 16, "gemma2": 4, "gpt-oss": 4, "deepseek-v3": 4, "qwen3-moe": 16, "mistral-window": 1}
@@ -28,10 +26,8 @@ GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_launch, "blocks_of", lambda v_dim: Blocks(16, 16, 16))
-    monkeypatch.setattr(products_launch, "blocks_of", lambda num_columns: ProductBlocks(256, rows=32, depth=128))
-    monkeypatch.setattr(experts_launch, "BLOCKS", ExpertBlocks(rows=16, columns=32, depth=32))
+def small_tiles_and_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_tiles(monkeypatch)
     monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 24)
 
 
@@ -149,7 +145,7 @@ def test_a_device_without_memory_for_a_graph(tmp_path: Path, graphs: OpGraphs, m
         raise torch.OutOfMemoryError("1 MB is free")
 
     monkeypatch.setattr(OpGraphs, "__call__", full)
-    with pytest.raises(Exception, match="cuda_graph_max_bs: no memory for the graph of 4 sequences"):
+    with pytest.raises(ConfigError, match="cuda_graph_max_bs: no memory for the graph of 4 sequences"):
         with_graphs(graphs, monkeypatch, model=tmp_path, attention_backend="triton", max_running_requests=4)
 
 

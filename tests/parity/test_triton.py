@@ -10,13 +10,11 @@ import pytest
 
 from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.small_tiles import use_small_tiles
 from tests.workers.engine import SMALL, Engine
 from tests.workers.test_draft_heads import Watched, make, prompt
 from workers.engine.rank import pick_device
-from workers.kernels import attention_launch, backend, experts_launch, products_launch
-from workers.kernels.attention_launch import Blocks
-from workers.kernels.experts_launch import ExpertBlocks
-from workers.kernels.products_launch import ProductBlocks
+from workers.kernels import backend
 from workers.scheduling import SamplingParams
 
 FAMILIES = {
@@ -42,10 +40,7 @@ GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several splits of short contexts, and less to compute in the interpreter."""
-    monkeypatch.setattr(attention_launch, "blocks_of", lambda v_dim: Blocks(16, 16, 16))
-    monkeypatch.setattr(products_launch, "blocks_of", lambda num_columns: ProductBlocks(256, rows=32, depth=128))
-    monkeypatch.setattr(experts_launch, "BLOCKS", ExpertBlocks(rows=16, columns=32, depth=32))
+    use_small_tiles(monkeypatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

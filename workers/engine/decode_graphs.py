@@ -139,7 +139,7 @@ class DecodeGraphs:
         page_size, config, groups = self._kv.page_size, self._decoder.config, []
         column = (positions // page_size).unsqueeze(1)
         for group, heads, whole in zip(config.kv_groups, config.head_shapes, self._tables, strict=True):
-            tables = whole.index_select(0, rows)
+            tables = whole.narrow(1, 0, -(-most // page_size)).index_select(0, rows)
             first_layer = config.layer_groups.index(group)
             plan = self._plan(
                 tables,
