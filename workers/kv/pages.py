@@ -129,9 +129,15 @@ class PagePool:
     def decref_all(self, pages: Sequence[int]) -> int:
         """Drop one reference of each, in order. Returns how many pages became free."""
         self.touched.update(pages)
-        decref, num_freed = self._decref, 0
+        refcounts, indexed, free = self.refcounts, self._indexed, self.free
+        plain, num_freed = not self._charged and self.freed is None, 0
         for page in pages:
-            num_freed += decref(page)
+            if plain and refcounts[page] == 1 and not indexed[page]:  # the last holder of a page that nobody counts
+                refcounts[page] = 0
+                free.append(page)
+                num_freed += 1
+            else:
+                num_freed += self._decref(page)
         return num_freed
 
     def _decref(self, page: int) -> int:
