@@ -37,14 +37,38 @@ class Issuer:
     chain: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class SealedAuthority:
+    """An authority on its way to another process, which its key reaches over the cluster's own connections. All PEM."""
+
+    name: str
+    certificate: bytes
+    key: bytes = field(repr=False)
+    roots: bytes
+    chain: bytes
+
+
 class Authority:
     """Issues certificates for the processes of one cluster, valid for nothing else."""
 
-    def __init__(self, lifetime: timedelta = LIFETIME, issuer: Issuer | None = None) -> None:
-        """``issuer``: None for one of its own."""
-        self.name = f"{uuid.uuid4().hex[:16]}.holdfast"
+    def __init__(self, lifetime: timedelta = LIFETIME, issuer: Issuer | None = None, name: str = "") -> None:
+        """``issuer``: None for one of its own. ``name``: of the cluster, in its certificates; empty: a new one."""
+        self.name = name or f"{uuid.uuid4().hex[:16]}.holdfast"
         self._lifetime = lifetime
         self._issuer = issuer or _own_issuer(self.name)
+
+    def sealed(self) -> SealedAuthority:
+        """All that another supervisor of this cluster needs to issue the same certificates: the key is among it."""
+        pem, issuer = serialization.Encoding.PEM, self._issuer
+        key = issuer.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return SealedAuthority(self.name, issuer.certificate.public_bytes(pem), key, issuer.roots, issuer.chain)
+
+    @classmethod
+    def unsealed(cls, sealed: SealedAuthority) -> Authority:
+        key = serialization.load_pem_private_key(sealed.key, None)
+        assert isinstance(key, PrivateKey), "it was an authority's"
+        issuer = Issuer(x509.load_pem_x509_certificate(sealed.certificate), key, sealed.roots, sealed.chain)
+        return cls(issuer=issuer, name=sealed.name)
 
     def issue(self, role: str) -> Identity:
         """An identity for a process of that role, with a key of its own."""

@@ -230,6 +230,10 @@ class Config(BaseModel):
         """The file for what Ray prints."""
         return (self.ray_log or self.journal_path.with_name("holdfast-ray.log")).resolve()
 
+    def with_whole_paths(self) -> Config:
+        """The same for a process in another folder."""
+        return self.model_copy(update={name: value.resolve() for name, value in self if isinstance(value, Path)})
+
     def engine(self) -> EngineConfig:
         """The settings of each rank. Raises ConfigError."""
         if not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
-from holdfast.errors import HoldfastError
+from cluster.leadership import Leadership
+from holdfast.errors import HoldfastError, StaleEpoch
 from router.fleet.link import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
@@ -26,6 +27,11 @@ class Component(Protocol):
     """A part of the cluster that runs as one incarnation after another."""
 
     name: str
+
+    async def adopt(self) -> bool:
+        """Find the incarnation that another supervisor has started. Returns whether it serves; if not, ``end`` ends
+        what there is of it.
+        """
 
     async def failed(self) -> str:
         """Returns, with the reason, when the running incarnation must be replaced."""
@@ -49,11 +55,11 @@ class RouterComponent(Component, Protocol):
     @property
     def serves(self) -> bool: ...
 
-    async def start(self, workers: list[WorkerAddress]) -> None:
+    async def start(self, workers: list[WorkerAddress], epoch: int) -> None:
         """Start another router; returns when it serves."""
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None:
-        """Replace the router's set of workers."""
+    async def set_workers(self, workers: list[WorkerAddress], epoch: int) -> None:
+        """Replace the router's set of workers. Raises StaleEpoch if it was told one under a later epoch."""
 
     async def ready_workers(self) -> list[str]:
         """The workers that the router reaches."""
@@ -64,6 +70,9 @@ class RouterComponent(Component, Protocol):
 
 class StoreComponents(Protocol):
     """The nodes' KV stores. Whether they live decides how fast sessions come back, and nothing else."""
+
+    async def adopt(self) -> None:
+        """Find those that another supervisor has started."""
 
     async def start(self) -> None:
         """Start all. Raises HoldfastError."""
@@ -76,7 +85,8 @@ class Supervisor:
     """Keeps every component running, and announces the living workers to every router.
 
     ``start_timeout_s``: deadline of an incarnation's start. ``rebalance_per_s``: limit of sessions
-    migrated a second, 0 for none.
+    migrated a second, 0 for none. ``leadership``: of several supervisors, the one that has it acts; None: there is
+    one.
     """
 
     def __init__(
@@ -87,7 +97,9 @@ class Supervisor:
         start_timeout_s: float,
         rebalance_per_s: float,
         stores: StoreComponents | None = None,
+        leadership: Leadership | None = None,
     ) -> None:
+        self._leadership = leadership
         self._workers, self._routers, self._stores = workers, routers, stores
         self._start_timeout_s, self._rebalance_per_s = start_timeout_s, rebalance_per_s
         self._changed = asyncio.Event()
@@ -106,25 +118,51 @@ class Supervisor:
             if self._stores is not None:
                 await self._stores.start()
             # All at once: loading takes longest, and the components share the cores anyway.
-            await asyncio.gather(
-                *(worker.start() for worker in self._workers), *(router.start([]) for router in self._routers)
+            await _together(
+                *(worker.start() for worker in self._workers),
+                *(router.start([], self._epoch) for router in self._routers),
             )
             if self._stores is not None:
                 await self._stores.start()  # those whose size the workers' tells
             for router in self._routers:
-                await router.set_workers(self.addresses())
+                await router.set_workers(self.addresses(), self._epoch)
             for router in self._routers:
                 while len(await router.ready_workers()) < len(self._workers):
                     await asyncio.sleep(READY_POLL_S)
+        self.keep()
+
+    async def adopt(self) -> bool:
+        """Find what another supervisor has started, for ``keep``. Returns False, with all ended, if nothing serves."""
+        found = await asyncio.gather(*(component.adopt() for component in (*self._workers, *self._routers)))
+        if not any(found):
+            await asyncio.gather(*(component.end() for component in (*self._workers, *self._routers)))
+            return False
+        if self._stores is not None:
+            await self._stores.adopt()
+        names = [c.name for c, serves in zip((*self._workers, *self._routers), found, strict=True) if serves]
+        log.warning("took over %s", ", ".join(names))
+        return True
+
+    def keep(self) -> None:
+        """Keep running what serves, and start the rest: a task for each component."""
         loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             *((worker.name, lambda worker=worker: self._watch_worker(worker)) for worker in self._workers),
             *((router.name, lambda router=router: self._watch_router(router)) for router in self._routers),
         ]
         if self._stores is not None:
-            loops.append(("a KV store", self._stores.keep))
+            loops.append(("a KV store", self._keep_stores))
         if self._rebalance_per_s:
             loops.append(("rebalancing", self._rebalance))
         self._keepers = [asyncio.create_task(self._repeat(name, loop)) for name, loop in loops]
+
+    @property
+    def _epoch(self) -> int:
+        return self._leadership.epoch if self._leadership is not None else 0
+
+    def _check(self) -> None:
+        """Call before every act. Raises StaleEpoch when this supervisor leads no longer."""
+        if self._leadership is not None:
+            self._leadership.check()
 
     async def stop(self) -> None:
         """Stop supervising. Running components continue."""
@@ -139,6 +177,9 @@ class Supervisor:
         while True:
             try:
                 await loop()
+            except StaleEpoch as error:
+                log.warning("%s is kept by another supervisor: %s", name, error)
+                await asyncio.sleep(RESTART_PAUSE_S)
             except (HoldfastError, TimeoutError) as error:
                 log.error("%s does not start: %s; retrying", name, error)
                 await asyncio.sleep(RESTART_PAUSE_S)
@@ -149,10 +190,14 @@ class Supervisor:
     async def _watch_worker(self, worker: WorkerComponent) -> None:
         """Wait until the worker fails, and start its next incarnation."""
         if worker.address is not None:
-            log.warning("%s: %s; starting its next incarnation", worker.name, await worker.failed())
+            reason = await worker.failed()
+            self._check()
+            log.warning("%s: %s; starting its next incarnation", worker.name, reason)
             worker.address = None
             self._workers_changed()
+        self._check()
         await worker.end()
+        self._check()
         async with asyncio.timeout(self._start_timeout_s):
             await worker.start()
         self._workers_changed()
@@ -162,19 +207,23 @@ class Supervisor:
         if router.serves:
             announcing = asyncio.create_task(self._announce(router))
             try:
-                log.warning("%s: %s; starting another", router.name, await router.failed())
+                reason = await router.failed()
             finally:
                 announcing.cancel()
+            self._check()
+            log.warning("%s: %s; starting another", router.name, reason)
+        self._check()
         await router.end()
+        self._check()
         async with asyncio.timeout(self._start_timeout_s):
-            await router.start(self.addresses())
+            await router.start(self.addresses(), self._epoch)
 
     async def _announce(self, router: RouterComponent) -> None:
         """Announce the current workers after each change, so that a slow router misses none."""
         while True:
             changed = self._changed
             try:
-                await router.set_workers(self.addresses())
+                await router.set_workers(self.addresses(), self._epoch)
             except HoldfastError as error:
                 log.info("cannot announce the workers to %s: %s", router.name, error)
                 await asyncio.sleep(ANNOUNCE_RETRY_S)
@@ -184,6 +233,11 @@ class Supervisor:
     def _workers_changed(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    async def _keep_stores(self) -> None:
+        assert self._stores is not None
+        self._check()
+        await self._stores.keep()
 
     async def _rebalance(self) -> None:
         """Have one router migrate some sessions, within the rate limit.
@@ -199,3 +253,14 @@ class Supervisor:
             await router.rebalance(max(1, int(self._rebalance_per_s * pause_s)))
         except HoldfastError as error:
             log.info("not rebalanced: %s", error)
+
+
+async def _together(*starts: Coroutine[Any, Any, None]) -> None:
+    """Wait for all; when one fails, none of the others goes on."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

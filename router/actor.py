@@ -8,10 +8,10 @@ import os
 import sys
 from dataclasses import replace
 
-import psutil
 import ray
 
 from holdfast import tls
+from holdfast.processes import NodeProcess
 from holdfast.tls import Identity
 from router.config import RouterConfig
 from router.fleet.link import WorkerAddress
@@ -29,8 +29,9 @@ class RouterActor:
         assert config.journal_url is None
         self._config = config
         self._stopped = asyncio.Event()
+        self._ports: tuple[int, int] | None = None
 
-    async def start(self, workers: list[WorkerAddress], journal_url: str | None) -> tuple[int, int]:
+    async def start(self, workers: list[WorkerAddress], epoch: int, journal_url: str | None) -> tuple[int, int]:
         """Start to serve. Returns the HTTP and the gRPC port."""
         # Keep transformers from importing torch, which takes 270 MB and most of the start's time, and which
         # a router does not use.
@@ -41,23 +42,26 @@ class RouterActor:
 
         control_plane = ray.get_runtime_context().gcs_address
         self._server = RouterServer(replace(self._config, control_plane=control_plane, journal_url=journal_url))
-        await self._server.set_workers(workers)
-        ports = await self._server.start()
+        await self._server.set_workers(workers, epoch)
+        self._ports = await self._server.start()
         # What was loaded stays: streams need not wait while garbage is looked for among it.
         gc.collect()
         gc.freeze()
-        return ports
+        return self._ports
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None:
-        await self._server.set_workers(workers)
+    async def serving(self) -> tuple[RouterConfig, tuple[int, int]] | None:
+        """What it was made with, and its ports; None: it does not serve yet."""
+        return (self._config, self._ports) if self._ports is not None else None
+
+    async def set_workers(self, workers: list[WorkerAddress], epoch: int) -> None:
+        await self._server.set_workers(workers, epoch)
 
     async def use_identity(self, identity: Identity | None) -> None:
         """Who this process is, before it starts to serve, and again when its certificate is renewed."""
         tls.use_identity(identity)
 
-    async def process(self) -> tuple[int, float]:
-        """The process's pid and start time: pids are reused."""
-        return os.getpid(), psutil.Process().create_time()
+    async def process(self) -> NodeProcess:
+        return NodeProcess.this(ray.get_runtime_context().get_node_id())
 
     async def ready_workers(self) -> list[str]:
         """The workers that this router reaches."""

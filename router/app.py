@@ -136,9 +136,9 @@ class RouterServer:
             return int(self._grpc.add_insecure_port(address))
         return int(self._grpc.add_secure_port(address, self._certificate.grpc_credentials()))
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None:
-        """Replace the set of workers."""
-        await self.core.fleet.set_workers(workers)
+    async def set_workers(self, workers: list[WorkerAddress], epoch: int = 0) -> None:
+        """See ``Fleet.set_workers``."""
+        await self.core.fleet.set_workers(workers, epoch)
 
     async def stop(self) -> None:
         """Give live turns ``drain_timeout_s`` to end, then close everything."""

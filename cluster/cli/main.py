@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from cluster.cli.attached import stop
 from cluster.cli.bench import bench
 from cluster.cli.chaos import chaos
 from cluster.cli.chat import chat
@@ -23,7 +24,7 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, chat, bench, top, status, sessions, audit, drain, restart, join, keys, chaos):
+for command in (serve, stop, chat, bench, top, status, sessions, audit, drain, restart, join, keys, chaos):
     cli.add_command(command)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import click
 
+from cluster.cli.attached import serve_attached
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
 from cluster.guard import run_guarded
-from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment, use_token
-from holdfast.errors import HoldfastError
+from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment
+from holdfast.errors import ConfigError, HoldfastError
 from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
 
@@ -66,36 +68,42 @@ def _default(value: object) -> str:
 
 @click.command()
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with the keys below")
+@click.option("--detach", is_flag=True, help="with --address: leave the cluster running; `holdfast stop` ends it")
 @_flags
-def serve(config_file: Path | None, **flags: Any) -> None:
-    """Start workers and routers, and serve until SIGINT or SIGTERM."""
+def serve(config_file: Path | None, detach: bool, **flags: Any) -> None:
+    """Start workers and routers, and serve until SIGINT or SIGTERM.
+
+    On the Ray cluster of --address they outlive this process if it is killed: started again, it attaches to them.
+    """
     given = {k: list(v) if isinstance(v, tuple) else v for k, v in flags.items() if v not in (None, ())}
     config = load_config(config_file, given)
     config.engine()
     if config.journal_url is None:
         check_writable(config.journal_path)
-    with gcs_storage() as storage:
-        own_gcs = storage if config.address is None else None
-        code = run_guarded(lambda: _run(config, own_gcs), config.drain_timeout_s)
+    if config.address is not None:
+        code = run_guarded(lambda: _run(serve_attached(config, detach=detach)), config.drain_timeout_s)
+    elif detach:
+        raise ConfigError("detach: needs the address of a Ray cluster, which the processes run on")
+    else:
+        with gcs_storage() as storage:
+            code = run_guarded(lambda: _run(_serve(config, storage)), config.drain_timeout_s)
     remove_stale()
     sys.exit(code)
 
 
-def _run(config: Config, own_gcs: Path | None) -> None:
-    """``own_gcs``: where the GCS that is started here keeps its state, if its death is our affair."""
+def _run(serving: Coroutine[Any, Any, None]) -> None:
     try:
-        asyncio.run(_serve(config, own_gcs))
+        asyncio.run(serving)
     except HoldfastError as error:
         click.echo(f"holdfast: {error.message}", err=True)
         sys.exit(1)
 
 
 async def _serve(config: Config, own_gcs: Path | None) -> None:
+    """On this machine alone. ``own_gcs``: where the GCS keeps its state, if its death is our affair."""
     prepare_environment()
     if own_gcs is not None:
         keep_gcs_state(own_gcs)
-    if config.address is not None:
-        use_token()
     import ray
 
     from cluster.ray_backend.cluster import Cluster
@@ -108,7 +116,7 @@ async def _serve(config: Config, own_gcs: Path | None) -> None:
     with ray_output(config.ray_log_path) as stdout:
         connect(config)
         keeper = GcsKeeper() if own_gcs is not None else None
-        watching = asyncio.create_task(end_with_raylet()) if config.address is None else None
+        watching = asyncio.create_task(end_with_raylet())
         cluster = Cluster(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
@@ -124,8 +132,7 @@ async def _serve(config: Config, own_gcs: Path | None) -> None:
             else:
                 started.cancel()
         finally:
-            if watching is not None:
-                watching.cancel()
+            watching.cancel()
             await cluster.stop()
             if keeper is not None:
                 keeper.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import ray
 
-from cluster.authority import RENEW_S, Authority, read_issuer
+from cluster.authority import RENEW_S, Authority, SealedAuthority, read_issuer
 from cluster.config import Config
+from cluster.leadership import Leadership
 from cluster.ray_backend.connect import LOOPBACK
 from cluster.ray_backend.node_stores import NodeStores
 from cluster.ray_backend.router_process import RouterProcess
@@ -29,18 +31,46 @@ RENEW_TIMEOUT_S = 30.0
 GB = 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores."""
+
+    config: Config
+    node: str
+    kv_folder: Path
+    authority: SealedAuthority | None
+
+    @classmethod
+    def new(cls, config: Config) -> Charge:
+        """Of a cluster that is to start, from this node. Raises ConfigError."""
+        here = ray.get_runtime_context()
+        # On a Ray cluster it is the same when all supervisors were lost and this starts others: what runs knows it.
+        cluster_id = uuid.uuid4() if config.address is None else uuid.uuid5(uuid.NAMESPACE_URL, here.gcs_address)
+        authority = _authority(config, f"{cluster_id.hex[:16]}.holdfast")
+        return cls(
+            config=config.with_whole_paths(),
+            node=here.get_node_id(),
+            kv_folder=cluster_folder(cluster_id.hex[:12]),
+            authority=authority.sealed() if authority is not None else None,
+        )
+
+
 class Cluster:
     """Routers, workers, and their supervisor. Call ``connect`` first."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self._authority = _authority(config)
+    def __init__(self, charge: Charge | Config, leadership: Leadership | None = None) -> None:
+        """``leadership``: of several supervisors, whose cluster outlives them; None: this process is the only one."""
+        if isinstance(charge, Config):
+            charge = Charge.new(charge)
+        self.config = config = charge.config
+        detached = leadership is not None
+        self._authority = Authority.unsealed(charge.authority) if charge.authority is not None else None
         self._renewing: asyncio.Task[None] | None = None
         engine = config.engine()
         self._stores: NodeStores | None = None
         if config.has_kv_store:
             remove_stale()
-            folder = cluster_folder(uuid.uuid4().hex[:12])
+            folder = charge.kv_folder
             engine = replace(engine, kv_store=folder)
             self._stores = NodeStores(
                 folder,
@@ -52,12 +82,16 @@ class Cluster:
                 num_replicas=config.kv_replicas,
                 write_bytes_per_s=config.kv_store_write_mb_per_s * 1e6,
                 zeroes=config.zero_freed_pages,
+                detached=detached,
             )
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
         )
-        self.routers = [RouterProcess(i, config.router(i), self._issue) for i in range(config.routers)]
+        self.routers = [
+            RouterProcess(i, config.router(i), self._issue, node=charge.node, detached=detached)
+            for i in range(config.routers)
+        ]
         host = LOOPBACK if config.address is None else None
         self.workers = [
             WorkerGroup(
@@ -68,6 +102,7 @@ class Cluster:
                 strategy=config.tp_placement,
                 host=host,
                 issue=self._issue,
+                detached=detached,
             )
             for i in range(config.workers)
         ]
@@ -77,6 +112,7 @@ class Cluster:
             start_timeout_s=config.start_timeout_s,
             rebalance_per_s=config.rebalance_per_s,
             stores=self._stores,
+            leadership=leadership,
         )
 
     @property
@@ -111,12 +147,33 @@ class Cluster:
         except TimeoutError:
             raise NoWorkerAvailable(f"the cluster did not start within {self.config.start_timeout_s} s") from None
 
-    async def stop(self) -> None:
-        """Give live turns ``drain_timeout_s`` to end, then end everything."""
+    def actor_names(self) -> set[str]:
+        """Of all its processes, as Ray knows them."""
+        stores = self._stores.actor_names() if self._stores is not None else ()
+        ranks = (name for worker in self.workers for name in worker.actor_names())
+        return {*ranks, *(router.actor_name for router in self.routers), *stores}
+
+    async def take_over(self) -> None:
+        """Keep running what another supervisor has started; start everything if nothing serves. Raises as ``start``."""
+        tls.use_identity(self._issue(SUPERVISOR))
+        if not await self._supervisor.adopt():
+            await self.start()
+            return
+        # Nobody knows when they were renewed last.
+        await self._renew_all()
+        self._supervisor.keep()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def leave(self) -> None:
+        """Stop supervising. Everything runs on."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
         await self._supervisor.stop()
+
+    async def stop(self) -> None:
+        """Give live turns ``drain_timeout_s`` to end, then end everything."""
+        await self.leave()
         timeout_s = self.config.drain_timeout_s + STOP_TIMEOUT_S
         await asyncio.gather(*(router.stop(timeout_s) for router in self.routers))
         await asyncio.gather(*(worker.stop(STOP_TIMEOUT_S) for worker in self.workers))
@@ -136,27 +193,30 @@ class Cluster:
         return self._authority.issue(role) if self._authority is not None else None
 
     async def _renew(self) -> None:
-        """Give all processes new certificates, long before those they have expire. Streams go on."""
         while True:
             await asyncio.sleep(RENEW_S)
-            tls.use_identity(self._issue(SUPERVISOR))
-            renews = [*(router.renew for router in self.routers), *(worker.renew for worker in self.workers)]
-            if self._stores is not None:
-                renews.append(self._stores.renew)
-            # One that does not answer is started again by the supervisor, with a new certificate.
-            renewals = (asyncio.wait_for(renew(), RENEW_TIMEOUT_S) for renew in renews)
-            for result in await asyncio.gather(*renewals, return_exceptions=True):
-                if isinstance(result, Exception):
-                    log.warning("a certificate was not renewed: %r", result)
+            await self._renew_all()
+
+    async def _renew_all(self) -> None:
+        """Give all processes new certificates, long before those they have expire. Streams go on."""
+        tls.use_identity(self._issue(SUPERVISOR))
+        renews = [*(router.renew for router in self.routers), *(worker.renew for worker in self.workers)]
+        if self._stores is not None:
+            renews.append(self._stores.renew)
+        # One that does not answer is started again by the supervisor, with a new certificate.
+        renewals = (asyncio.wait_for(renew(), RENEW_TIMEOUT_S) for renew in renews)
+        for result in await asyncio.gather(*renewals, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("a certificate was not renewed: %r", result)
 
 
-def _authority(config: Config) -> Authority | None:
+def _authority(config: Config, name: str) -> Authority | None:
     """Raises ConfigError."""
     if config.insecure_internal:
         return None
     if config.tls_ca is None or config.tls_cert is None or config.tls_key is None:
-        return Authority()
-    return Authority(issuer=read_issuer(config.tls_ca, config.tls_cert, config.tls_key))
+        return Authority(name=name)
+    return Authority(issuer=read_issuer(config.tls_ca, config.tls_cert, config.tls_key), name=name)
 
 
 def _disk(config: Config) -> DiskConfig | None:

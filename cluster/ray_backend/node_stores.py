@@ -12,9 +12,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_backend.processes import END_TIMEOUT_S, end_process, ray_errors
+from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
+from holdfast.processes import NodeProcess
 from holdfast.tls import STORE, Identity
-from workers.serving.actor import KVStoreActor
+from workers.serving.actor import KVStoreActor, ServingStore
 from workers.store.folders import node_folder
 from workers.store.server import DiskConfig
 
@@ -45,7 +46,9 @@ class NodeStores:
         num_replicas: int,
         write_bytes_per_s: float,
         zeroes: bool,
+        detached: bool,
     ) -> None:
+        self._detached = detached
         self._folder, self._num_replicas, self._ranks_on = folder, num_replicas, ranks_on
         self._issue = issue
         self._size_of, self._sizes = size_of, dict[str, int]()
@@ -56,17 +59,40 @@ class NodeStores:
         self._homes: set[str] = set()
         """Nodes that have had ranks: one whose worker is just restarting still has copies."""
         self._told: dict[str, tuple[str, str]] = {}
-        self._processes: dict[str, tuple[int, float]] = {}
+        self._processes: dict[str, NodeProcess] = {}
+
+    def actor_names(self) -> list[str]:
+        """Of all nodes' stores, as Ray knows them."""
+        return [_actor_name(node) for node in living_nodes()]
+
+    async def adopt(self) -> None:
+        """Find the stores that another supervisor has started."""
+        for node in living_nodes():
+            actor = find_actor(_actor_name(node))
+            if actor is None:
+                continue
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    self._processes[node], serving = await asyncio.gather(
+                        actor.process.remote(), actor.serving.remote()
+                    )
+            except (RayError, TimeoutError):
+                serving = None
+            self._actors[node] = actor
+            if serving is None or serving.folder != node_folder(self._folder, node):
+                await self._end(node, actor)
+            else:
+                self._serves(node, serving)
 
     async def start(self) -> None:
         """Start a store on every node that has none, and whose size is known. Raises HoldfastError."""
-        await asyncio.gather(*(self._start(node) for node in _nodes() - self._actors.keys()))
+        await asyncio.gather(*(self._start(node) for node in living_nodes() - self._actors.keys()))
         await self._introduce()
 
     async def keep(self) -> None:
         """Look once at every node: start a store where there is none, and another where one died or hangs."""
         await asyncio.sleep(CHECK_S)
-        nodes = _nodes()
+        nodes = living_nodes()
         for gone in self._actors.keys() - nodes:
             del self._actors[gone]
             self._processes.pop(gone, None)
@@ -104,14 +130,18 @@ class NodeStores:
             return
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class: Any = KVStoreActor
-        actor = actor_class.options(num_cpus=0, scheduling_strategy=there).remote(
-            node_folder(self._folder, node), num_bytes, *self._given
-        )
+        options = actor_options(_actor_name(node), detached=self._detached)
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
+            actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote(
+                node_folder(self._folder, node), num_bytes, *self._given
+            )
             self._processes[node] = await actor.process.remote()
             self._actors[node] = actor
             await actor.use_identity.remote(self._issue(STORE))
-            self._addresses[node] = await actor.start.remote()
+            self._serves(node, await actor.start.remote())
+
+    def _serves(self, node: str, store: ServingStore) -> None:
+        self._sizes[node], self._addresses[node] = store.num_bytes, (store.node, store.address)
 
     async def _introduce(self) -> None:
         """Tell all stores of each other, when there are others than before."""
@@ -133,14 +163,10 @@ class NodeStores:
         del self._actors[node]
         self._addresses.pop(node, None)
         ray.kill(actor)
-        process = self._processes.pop(node)
-        if node == ray.get_runtime_context().get_node_id():
-            await asyncio.to_thread(end_process, *process)
-            return
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
-        await asyncio.wait_for(task.remote(*process), END_TIMEOUT_S)
+        process = self._processes.pop(node, None)
+        if process is not None:
+            await end_on_node(process)
 
 
-def _nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+def _actor_name(node: str) -> str:
+    return f"store-{node}"

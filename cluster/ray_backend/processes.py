@@ -11,9 +11,12 @@ from typing import Any
 
 import grpc
 import psutil
+import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from holdfast.errors import HoldfastError
+from holdfast.processes import NodeProcess
 from holdfast.silence import silent_for
 
 log = logging.getLogger("holdfast.cluster")
@@ -22,6 +25,36 @@ END_GRACE_S = 1.0
 """Most processes end when Ray asks them to; stopped or hanging ones do not."""
 END_TIMEOUT_S = 10.0
 PROBES_PER_LEASE = 8
+ADOPT_TIMEOUT_S = 5.0
+"""What does not answer another supervisor for this long is started again."""
+
+
+def find_actor(name: str) -> Any:
+    """The living actor of that name; None: there is none."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def actor_options(name: str, *, detached: bool) -> dict[str, Any]:
+    """Ray lets no two actors of a name live. Of two supervisors that start the same thing, one fails."""
+    return {"name": name, "lifetime": "detached"} if detached else {"name": name}
+
+
+def living_nodes() -> set[str]:
+    """The ids of the nodes that are alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+async def end_on_node(process: NodeProcess) -> None:
+    """``end_process`` on the process's node, which is alive. Raises TimeoutError."""
+    if process.node_id == ray.get_runtime_context().get_node_id():
+        await asyncio.to_thread(end_process, process.pid, process.created)
+        return
+    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
+    await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)
 
 
 def end_process(pid: int, created: float) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorAlreadyExistsError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_backend.processes import death_of, end_process, first_of, ray_errors, unanswered_for
+from cluster.ray_backend.processes import (
+    ADOPT_TIMEOUT_S,
+    actor_options,
+    death_of,
+    end_on_node,
+    find_actor,
+    first_of,
+    living_nodes,
+    ray_errors,
+    unanswered_for,
+)
+from holdfast.processes import NodeProcess
 from holdfast.tls import ROUTER, Identity
 from router.actor import RouterActor
 from router.config import RouterConfig
@@ -26,37 +35,76 @@ SILENCE_S = 2 * ROUTER_LEASE_S
 
 
 class RouterProcess:
-    """One router on this node, where its ports and its journal file are."""
+    """One router on ``node``, where its ports and its journal file are.
 
-    def __init__(self, index: int, config: RouterConfig, issue: Callable[[str], Identity | None]) -> None:
+    With a journal in Redis it starts on another node when that one is lost.
+    """
+
+    def __init__(
+        self, index: int, config: RouterConfig, issue: Callable[[str], Identity | None], *, node: str, detached: bool
+    ) -> None:
         self.index, self._issue = index, issue
+        self._node, self._detached = node, detached
         self.name = f"router {index}"
         self.config = config
         self.serves = False
         self._actor: Any = None
-        self._process: tuple[int, float] | None = None
+        self._process: NodeProcess | None = None
 
-    async def start(self, workers: list[WorkerAddress]) -> None:
-        name = f"router-{os.getpid()}-{self.index}-{time.time_ns()}"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"name": name, "num_cpus": 0, "scheduling_strategy": here}
+    async def adopt(self) -> bool:
+        """Find the process that another supervisor has started. Returns whether it serves, with these settings."""
+        self._actor = find_actor(self.actor_name)
+        if self._actor is None:
+            return False
+        try:
+            async with asyncio.timeout(ADOPT_TIMEOUT_S):
+                self._process = await self._actor.process.remote()
+                serving = await self._actor.serving.remote()
+        except (RayError, TimeoutError):
+            return False
+        if serving is not None and self._has_settings(*serving):
+            self._serves(*serving[1])
+        return self.serves
+
+    async def start(self, workers: list[WorkerAddress], epoch: int) -> None:
+        there = NodeAffinitySchedulingStrategy(self._node, soft=self.config.journal_url is not None)
+        options = actor_options(self.actor_name, detached=self._detached)
         actor_class: Any = RouterActor
-        self._actor = actor_class.options(**options).remote(replace(self.config, journal_url=None))
         with ray_errors(f"{self.name} did not start"):
+            try:
+                self._actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote(
+                    replace(self.config, journal_url=None)
+                )
+            except ActorAlreadyExistsError:
+                # Another supervisor's, which was late: whoever still leads then ends it, and tries again.
+                self._actor = find_actor(self.actor_name)
+                raise
             self._process = await self._actor.process.remote()
             await self.renew()
-            port, grpc_port = await self._actor.start.remote(workers, self.config.journal_url)
+            self._serves(*await self._actor.start.remote(workers, epoch, self.config.journal_url))
+
+    @property
+    def actor_name(self) -> str:
+        return f"router-{self.index}"
+
+    def _has_settings(self, config: RouterConfig, ports: tuple[int, int]) -> bool:
+        chosen = replace(self.config, port=self.config.port or ports[0], grpc_port=self.config.grpc_port or ports[1])
+        serves = replace(config, port=ports[0], grpc_port=ports[1])
+        return serves == replace(chosen, journal_url=None)
+
+    def _serves(self, port: int, grpc_port: int) -> None:
         # The next actor serves on the same ports.
         self.config = replace(self.config, port=port, grpc_port=grpc_port)
         self.serves = True
 
     async def renew(self) -> None:
-        """Give the router a new certificate."""
-        await self._actor.use_identity.remote(self._issue(ROUTER))
+        """Give the router a new certificate, if there is one."""
+        if self._actor is not None:
+            await self._actor.use_identity.remote(self._issue(ROUTER))
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None:
+    async def set_workers(self, workers: list[WorkerAddress], epoch: int) -> None:
         with ray_errors(f"{self.name} does not answer"):
-            await self._actor.set_workers.remote(workers)
+            await self._actor.set_workers.remote(workers, epoch)
 
     async def ready_workers(self) -> list[str]:
         with ray_errors(f"{self.name} does not answer"):
@@ -78,8 +126,8 @@ class RouterProcess:
             ray.kill(self._actor)
         if self._process is not None:
             process, self._process = self._process, None
-            # Its ports must be free for the next process.
-            await asyncio.to_thread(end_process, *process)
+            if process.node_id in living_nodes():
+                await end_on_node(process)  # its ports must be free for the next process
 
     async def _silence(self) -> str:
         await unanswered_for(SILENCE_S, self._actor.process.remote)

@@ -10,15 +10,28 @@ from typing import Any
 
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.util import get_placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.ray_backend.processes import END_TIMEOUT_S, death_of, end_process, first_of, ray_errors, unanswered_for
+from cluster.ray_backend.processes import (
+    ADOPT_TIMEOUT_S,
+    actor_options,
+    death_of,
+    end_on_node,
+    find_actor,
+    first_of,
+    living_nodes,
+    ray_errors,
+    unanswered_for,
+)
 from holdfast import tls
+from holdfast.processes import NodeProcess
 from holdfast.tls import LEADER, RANK, Identity
 from router.fleet.link import WorkerAddress
 from workers.config import EngineConfig
-from workers.serving.actor import RankActor, RankProcess
+from workers.serving.actor import RankActor, ServingRank
 
 log = logging.getLogger("holdfast.cluster")
 
@@ -36,7 +49,9 @@ class WorkerGroup:
         strategy: str,
         host: str | None,
         issue: Callable[[str], Identity | None],
+        detached: bool,
     ) -> None:
+        """``detached``: its processes run on when the one that started them ends."""
         self.name = worker_id
         self.size = size
         self.address: WorkerAddress | None = None
@@ -47,8 +62,25 @@ class WorkerGroup:
         self._host, self._issue = host, issue
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._processes: list[RankProcess] = []
-        self._kv_bytes: list[int] = []
+        self._processes: list[NodeProcess] = []
+        self._serving: list[ServingRank] = []
+        self._detached = detached
+
+    async def adopt(self) -> bool:
+        """Find the incarnation that another supervisor has started. Returns whether it serves, with these settings."""
+        self._actors = self._find_actors()
+        self._placement = self._find_placement()
+        try:
+            async with asyncio.timeout(ADOPT_TIMEOUT_S):
+                self._processes = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
+                serving = await asyncio.gather(*(actor.serving.remote() for actor in self._actors))
+        except (RayError, TimeoutError):
+            return False
+        whole = len(serving) == self.size and None not in serving and len({rank.incarnation for rank in serving}) == 1
+        if not whole or self._placement is None or any(rank.config != self._config for rank in serving):
+            return False
+        self._serves(serving)
+        return True
 
     async def start(self) -> None:
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""
@@ -57,18 +89,27 @@ class WorkerGroup:
 
     async def _start(self) -> None:
         if self._placement is None:
-            self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy)
+            # Of a name of its own: that of one which is being removed is taken for a while.
+            options = {"name": f"{self.name}:{time.time_ns()}", "lifetime": "detached"} if self._detached else {}
+            self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy, **options)
         await self._placement.ready()
         # Unique across restarts of the whole cluster: no old pin may name a new incarnation.
         incarnation = time.time_ns() // 1_000_000
-        self._actors = [self._actor(rank, incarnation) for rank in range(self.size)]
+        try:
+            self._actors = [self._actor(rank, incarnation) for rank in range(self.size)]
+        except ActorAlreadyExistsError:
+            # Another supervisor's, which was late: whoever still leads then ends them, and tries again.
+            self._actors = self._find_actors()
+            raise
         # Known before they load anything, so that ``end`` can end them wherever they hang.
         self._processes = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
         await self.renew()
         store = await self._actors[0].open_store.remote() if self.size > 1 else None
-        leader, *_ = await asyncio.gather(*(actor.start.remote(store) for actor in self._actors))
-        self._kv_bytes = await asyncio.gather(*(actor.kv_bytes.remote() for actor in self._actors))
-        self.address = WorkerAddress(self.name, incarnation, leader, self._config.max_running_requests)
+        self._serves(await asyncio.gather(*(actor.start.remote(store) for actor in self._actors)))
+
+    def _serves(self, ranks: list[ServingRank]) -> None:
+        self._serving, leader = ranks, ranks[0]
+        self.address = WorkerAddress(self.name, leader.incarnation, leader.address, self._config.max_running_requests)
 
     async def renew(self) -> None:
         """Give every rank a new certificate."""
@@ -90,9 +131,9 @@ class WorkerGroup:
         for actor in self._actors:
             ray.kill(actor)
         processes, self._actors, self._processes = self._processes, [], []
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = living_nodes()
         # Ray asks a process to end, which does not work on one that is stopped.
-        ends = [self._end_process(process) for process in processes if process.node_id in alive]
+        ends = [end_on_node(process) for process in processes if process.node_id in alive]
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.error("a process of %s may still run, because its node does not answer: %r", self.name, result)
@@ -114,9 +155,8 @@ class WorkerGroup:
 
     def kv_bytes(self, node: str) -> int:
         """What the pools of the incarnation's ranks on a node hold."""
-        return sum(
-            size for size, process in zip(self._kv_bytes, self._processes, strict=False) if process.node_id == node
-        )
+        ranks = zip(self._serving, self._processes, strict=False)
+        return sum(rank.kv_bytes for rank, process in ranks if process.node_id == node)
 
     def remove_placement(self) -> None:
         if self._placement is not None:
@@ -125,10 +165,25 @@ class WorkerGroup:
 
     # ---- inside -----------------------------------------------------------------------------------
 
+    def actor_names(self) -> list[str]:
+        """Of its ranks, as Ray knows them."""
+        return [f"{self.name}/{rank}" for rank in range(self.size)]
+
+    def _find_actors(self) -> list[Any]:
+        found = map(find_actor, self.actor_names())
+        return [actor for actor in found if actor is not None]
+
+    def _find_placement(self) -> PlacementGroup | None:
+        """The latest that another supervisor created."""
+        groups = placement_group_table().values()
+        names = [group["name"] for group in groups if group["state"] != "REMOVED"]
+        names = sorted(name for name in names if name.startswith(f"{self.name}:"))
+        return get_placement_group(names[-1]) if names else None
+
     def _actor(self, rank: int, incarnation: int) -> Any:
         actor_class: Any = RankActor
         return actor_class.options(
-            name=f"{self.name}-{incarnation}-{rank}",
+            **actor_options(self.actor_names()[rank], detached=self._detached),
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
@@ -143,11 +198,3 @@ class WorkerGroup:
             stub = health_pb2_grpc.HealthStub(channel)
             await unanswered_for(lease_s, lambda: stub.Check(health_pb2.HealthCheckRequest()))
         return f"the leader has not answered for {lease_s} s"
-
-    async def _end_process(self, process: RankProcess) -> None:
-        if process.node_id == ray.get_runtime_context().get_node_id():
-            await asyncio.to_thread(end_process, process.pid, process.created)
-            return
-        there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-        task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
-        await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)

@@ -137,7 +137,7 @@ class SessionExists(HoldfastError):
 
 
 class StaleEpoch(HoldfastError):
-    """The caller's epoch has passed: the session has another owner (law L11)."""
+    """The caller's epoch has passed: the session has another owner (law L11), or the cluster another supervisor."""
 
     code = "stale_epoch"
     http_status = 409

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.errors import WorkerNotFound
+from holdfast.errors import StaleEpoch, WorkerNotFound
 from router.fleet.homes import Homes
 from router.fleet.link import Home, WorkerAddress, WorkerLink
 from router.fleet.placement import Placement
@@ -24,9 +24,16 @@ class Fleet:
         self._homes = homes
         self._on_attached = on_attached
         self._links: dict[str, WorkerLink] = {}
+        self._epoch = 0
 
-    async def set_workers(self, addresses: list[WorkerAddress]) -> None:
-        """Replace the set of workers. A new incarnation of a worker replaces the previous one."""
+    async def set_workers(self, addresses: list[WorkerAddress], epoch: int = 0) -> None:
+        """Replace the set of workers. A new incarnation of a worker replaces the previous one.
+
+        ``epoch``: of the supervisor that says so; 0: there is only one. Raises StaleEpoch for one that was replaced.
+        """
+        if epoch < self._epoch:
+            raise StaleEpoch(f"the cluster has a supervisor of epoch {self._epoch}; this one's is {epoch}")
+        self._epoch = epoch
         announced = {address.name: address for address in addresses}
         for name in [name for name in self._links if name not in announced]:
             self._placement.forget(name)

@@ -38,6 +38,9 @@ CREATE INDEX IF NOT EXISTS open_sessions ON sessions (tenant) WHERE NOT released
 CREATE INDEX IF NOT EXISTS tombstones ON sessions (released) WHERE released;
 -- Leases; expiry in seconds of this machine's clock.
 CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS supervisor (
+    id INTEGER PRIMARY KEY, holder TEXT NOT NULL, epoch INTEGER NOT NULL, expires REAL NOT NULL
+);
 -- The session as of its last good turn. turn_tokens holds what its open turn adds after turn_keep_len:
 -- it is merged when the turn completes, and deleted when the turn is aborted.
 CREATE TABLE IF NOT EXISTS tokens (

@@ -18,8 +18,10 @@ from unittest import mock
 
 from grpc_reflection.v1alpha import reflection
 
+import cluster.leadership
 import router.fleet.migration
 import router.journal.sqlite_store
+import router.journal.supervision
 import router.turns.dispatch
 import router.turns.prepare
 import router.turns.relay
@@ -44,24 +46,38 @@ from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
 from tests.simulation.network import NOBODY, Network
 from tests.simulation.store import FailingSegments, SimulatedClient, Stores, store_address
+from tests.simulation.supervised import START_TIMEOUT_S, SupervisedRouter, SupervisedWorker, SupervisorSlot
 from tests.simulation.world import World
 
 MIN_LOAD_TOKENS = 6
 """Sessions are short here."""
+SUPERVISOR_CHECK_S = 4.0
 START_WITHIN_S = 100.0
 """Faults that keep a cluster from starting are over long before."""
 
 
 class Cluster(World):
-    """Routers, workers and the supervisor."""
+    """Routers, workers and their supervisors: one, or two of which one leads."""
 
     def __init__(
-        self, loop: SimulatedLoop, rng: random.Random, tp: int, trace: Callable[[str], None], disks: Path | None
+        self,
+        loop: SimulatedLoop,
+        rng: random.Random,
+        tp: int,
+        trace: Callable[[str], None],
+        disks: Path | None,
+        num_supervisors: int,
     ) -> None:
         super().__init__(loop, rng, trace)
         self.routers = [Router(self, i) for i in range(len(ROUTER_PORTS))]
         self.workers = [Worker(self, i, tp) for i in range(2)]
         self.stores = Stores(self, disks)
+        given = (self.workers, self.routers, self.stores)
+        self._slots = [SupervisorSlot(self, i, *given) for i in range(num_supervisors)] if num_supervisors > 1 else []
+
+    @property
+    def has_standby(self) -> bool:
+        return bool(self._slots)
 
     def waits_for_a_lost_worker(self, turn_id: str) -> bool:
         """Whether a router holds a turn at a worker that it has lost."""
@@ -71,12 +87,22 @@ class Cluster(World):
 
     async def start(self) -> None:
         """Start everything, as often as it takes."""
+        if self._slots:
+            for slot in self._slots:
+                slot.start()
+            self.supervisors = [slot.process for slot in self._slots]
+            return
         ends_at = self.loop.time() + START_WITHIN_S
         while self.loop.time() < ends_at:
-            self.supervisor = process = Process("supervisor", "supervisor")
+            process = Process("supervisor", "supervisor")
+            self.supervisors = [process]
             stores = self.stores if self.engine_config.kv_store is not None else None
             supervisor = Supervisor(
-                self.workers, self.routers, start_timeout_s=20.0, rebalance_per_s=2.0, stores=stores
+                [SupervisedWorker(worker, lambda what: None) for worker in self.workers],
+                [SupervisedRouter(router, lambda what: None) for router in self.routers],
+                start_timeout_s=START_TIMEOUT_S,
+                rebalance_per_s=2.0,
+                stores=stores,
             )
             started = process.spawn(supervisor.start())
             while process.alive and not started.done():
@@ -86,6 +112,16 @@ class Cluster(World):
             self.trace(f"the cluster does not start: {started.exception()}")
             self.kill_all()
         self.violated(f"L13: the cluster did not start within {START_WITHIN_S} s")
+
+    async def keep_supervisors(self) -> None:
+        """Start another supervisor for one that died, some time after."""
+        while True:
+            await asyncio.sleep(SUPERVISOR_CHECK_S)
+            for slot in self._slots:
+                if not slot.process.alive:
+                    slot.start()
+            if self._slots:
+                self.supervisors = [slot.process for slot in self._slots]
 
     def restart(self) -> None:
         """All is killed, as in a power cut, and started again over the same journal."""
@@ -99,7 +135,7 @@ class Cluster(World):
         return [*(r.process for r in self.routers if r.incarnation), *ranks, *self.stores.processes]
 
     def kill_all(self) -> None:
-        for process in [self.supervisor, *self.processes()]:
+        for process in [*self.supervisors, *self.processes()]:
             self.kill(process)
 
     # ---- laws that hold at any time -----------------------------------------------------------------
@@ -162,6 +198,8 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.store.disk, "Segments", FailingSegments),
         mock.patch.object(workers.store.disk, "time", _Time),
         mock.patch.object(router.journal.sqlite_store, "time", _Time),
+        mock.patch.object(router.journal.supervision, "time", _Time),
+        mock.patch.object(cluster.leadership, "time", _Time),
         mock.patch.object(router.turns.prepare, "random", rng),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),
     ]

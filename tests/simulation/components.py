@@ -1,4 +1,7 @@
-"""The supervisor's components as simulated processes, in place of those on Ray."""
+"""Routers and workers as simulated processes: what Ray and its nodes are to a real cluster.
+
+``supervised`` has a supervisor's view of them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,8 @@ from router.access.keys import Keyring
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
 from router.fleet.link import WorkerAddress
-from router.journal.interface import ROUTER_LEASE_S
 from router.metrics import Metrics
 from tests.simulation.loop import Process
-from tests.simulation.network import NOBODY
 from tests.simulation.world import World
 from workers.engine.messages import Submission
 from workers.models.parallel import Shard
@@ -32,12 +33,14 @@ START_POLL_S = 0.01
 NOTICED_S = (0.0, 1.0)
 """From a process's death until Ray reports it."""
 STARTS_S = (0.3, 2.0)
-CUT_OFF_S = (3.0, 10.0)
-"""Until a node that is cut off ends what runs on it."""
 ROUTER_PORTS = (1001, 1002)
 KEYS_CHANGE_S = 3.0
 SCOPES = (("", 0), ("", 550_000), ("group:a", 550_000), ("", 700_000), ("group:b", 0))
 """Whose prefixes turns share, and their shares of each pool in millionths, one after another."""
+
+
+class NameTaken(HoldfastError):
+    """Ray lets no two actors of a name live."""
 
 
 async def died_or_silent(world: World, processes: list[Process], probed: Process, silence_s: float) -> str:
@@ -90,7 +93,7 @@ class _Keys(Keyring):
 
 
 class Router:
-    """A router component: its port, and the process that serves it now."""
+    """A router: its port, and the process that serves it now."""
 
     def __init__(self, world: World, index: int) -> None:
         self.world, self.index = world, index
@@ -99,11 +102,12 @@ class Router:
         self.incarnation = 0
         self.process: Process
         self.core: RouterCore | None = None
-        self.serves = False
 
-    async def start(self, workers: list[WorkerAddress]) -> None:
+    async def start(self, workers: list[WorkerAddress], epoch: int) -> None:
+        if self.incarnation and self.process.alive:
+            raise NameTaken(f"{self.process.name} serves")
         self.incarnation += 1
-        self.core, self.serves = None, False
+        self.core = None
         world, rng = self.world, self.world.rng
         skew_s = rng.uniform(-2.0, 2.0) if rng.random() < 0.3 else 0.0
         world.disturbed |= skew_s != 0.0
@@ -116,17 +120,17 @@ class Router:
             core.start()
             server = world.network.server()
             session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(core), server)
-            await core.fleet.set_workers(workers)
+            await core.fleet.set_workers(workers, epoch)
             server.add_insecure_port(self.address)
+            # Not when its supervisor hears of it, which may have died meanwhile.
+            self.core = core
+            world.trace(f"{process.name} serves")
             return core
 
-        self.core = await self._ask(serve())
-        self.serves = True
-        world.trace(f"{process.name} serves")
+        await self.ask(process, serve())
 
-    async def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Have the router do something; its death is an error."""
-        process = self.process
+    async def ask(self, process: Process, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Have a process of the router do something; its death is an error."""
         asked = process.spawn(coroutine)
         while process.alive and not asked.done():
             await asyncio.sleep(START_POLL_S)
@@ -134,32 +138,15 @@ class Router:
             raise HoldfastError(f"{process.name} died")
         return asked.result()
 
-    def _serving(self) -> RouterCore:
-        if self.core is None or not self.process.alive:
+    def serving(self, process: Process | None) -> RouterCore:
+        """What a process serves, if it still does."""
+        if self.core is None or process is not self.process or not process.alive:
             raise HoldfastError(f"{self.name} does not serve")
         return self.core
 
-    async def set_workers(self, workers: list[WorkerAddress]) -> None:
-        await self._ask(self._serving().fleet.set_workers(workers))
-
-    async def ready_workers(self) -> list[str]:
-        return [link.name for link in self._serving().fleet.alive()]
-
-    async def rebalance(self, max_sessions: int) -> int:
-        num_migrated = await self._ask(self._serving().migrator.rebalance(max_sessions))
-        self.world.sessions_migrated += num_migrated
-        return num_migrated
-
-    async def failed(self) -> str:
-        return await died_or_silent(self.world, [self.process], self.process, 2 * ROUTER_LEASE_S)
-
-    async def end(self) -> None:
-        self.serves = False
-        self.world.kill(self.process)
-
 
 class Worker:
-    """A worker component, and the processes of its ranks."""
+    """A worker, and the processes of its ranks."""
 
     def __init__(self, world: World, index: int, size: int) -> None:
         self.world = world
@@ -170,11 +157,19 @@ class Worker:
         self.followers: list[RankServer] = []
         self.address: WorkerAddress | None = None
 
+    def is_taken(self) -> bool:
+        """Whether the names of its processes are."""
+        return any(rank.alive for rank in self.ranks)
+
     async def start(self) -> None:
         world, engine, node = self.world, self.world.engine_config, self.name.replace("w", "node")
         if engine.kv_store is not None:
             engine = replace(engine, kv_store=Path(node))
         await asyncio.sleep(world.rng.uniform(*STARTS_S))
+        if self.is_taken():
+            raise NameTaken(f"{self.ranks[0].name} serves")
+        if any(rank.alive for rank in self.ranks):
+            world.violated(f"L16: {self.name} is started twice")
         self.incarnation += 1
         self.address, self.leader, self.followers = None, None, []
         name = f"{self.name}@{self.incarnation}"
@@ -221,15 +216,3 @@ class Worker:
                 raise HoldfastError(f"a rank of {name} died")
             started.result()
         world.trace(f"{name} serves")
-
-    async def failed(self) -> str:
-        return await died_or_silent(self.world, self.ranks, self.ranks[0], self.world.engine_config.rank_lease_s)
-
-    async def end(self) -> None:
-        self.address = None
-        for rank in self.ranks:
-            if self.world.reaches(rank):
-                self.world.kill(rank)
-            else:
-                after_s = self.world.rng.uniform(*CUT_OFF_S)
-                self.world.loop.call_later(after_s, self.world.kill, rank, context=NOBODY.copy())

@@ -36,6 +36,8 @@ class Faults:
             self._kinds.append((self.damage, 6))
         if cluster.stores.have_disks:
             self._kinds += [(self.damage_disk, 4), (self.store_disk_fails, 2)]
+        if cluster.has_standby:
+            self._kinds.append((self.supervisor_fails, 8))
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
         self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))
@@ -55,7 +57,7 @@ class Faults:
         cluster.disk.fails = cluster.disk.loses_answers = 0.0
         cluster.disk.latency_s = (0.0002, 0.002)
         FailingSegments.fails = 0.0
-        for process in [*cluster.processes(), cluster.supervisor]:
+        for process in [*cluster.processes(), *cluster.supervisors]:
             if process.paused:
                 process.resume()
 
@@ -73,7 +75,9 @@ class Faults:
     # ---- the faults ---------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        self.cluster.kill(self.rng.choice(self.cluster.processes()))
+        # The only supervisor is no victim: there is nobody to start another.
+        supervisors = self.cluster.supervisors if len(self.cluster.supervisors) > 1 else []
+        self.cluster.kill(self.rng.choice([*self.cluster.processes(), *supervisors]))
 
     def damage(self) -> None:
         self.cluster.stores.damage()
@@ -91,13 +95,23 @@ class Faults:
         self.cluster.restart()
 
     def pause(self) -> None:
-        process = self.rng.choice([*self.cluster.processes(), self.cluster.supervisor])
+        process = self.rng.choice([*self.cluster.processes(), *self.cluster.supervisors])
+        self._stop(process, self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0, 9.0)))
+
+    def _stop(self, process: Process, seconds: float) -> None:
         if not process.paused and process.alive:
-            seconds = self.rng.choice((0.3, 1.0, 3.0, 4.5, 5.0, 6.0, 9.0))
             self.cluster.trace(f"{process.name} stops for {seconds} s")
             self.cluster.held_up = True
             process.pause()
             self._later(seconds, lambda: self._wake(process))
+
+    def supervisor_fails(self) -> None:
+        """Kill one, or stop it for longer than its lease."""
+        process = self.rng.choice(self.cluster.supervisors)
+        if self.rng.random() < 0.4:
+            self.cluster.kill(process)
+        else:
+            self._stop(process, self.rng.choice((2.0, 6.0, 9.0)))
 
     def _wake(self, process: Process) -> None:
         if process.paused and process.alive:
@@ -107,7 +121,8 @@ class Faults:
     def cut(self) -> None:
         hosts = [router.host for router in self.cluster.routers]
         ranks = [rank.host for worker in self.cluster.workers for rank in worker.ranks]
-        one, other = self.rng.choice([*hosts, *ranks, self.cluster.supervisor.host]), self.rng.choice(ranks)
+        supervisors = [process.host for process in self.cluster.supervisors]
+        one, other = self.rng.choice([*hosts, *ranks, *supervisors]), self.rng.choice(ranks)
         ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
         self.cluster.held_up = True
         for source, target in ways:

@@ -9,14 +9,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from cluster.leadership import Leadership
+from cluster.supervisor import Supervisor
 from router.journal.interface import SessionRecord
 from router.journal.sqlite import SqliteJournal
 from router.journal.sqlite_store import SqliteStore
+from router.journal.supervision import SqliteLease
 from router.turns.dispatch import Dispatch
 from router.turns.gateway import Gateway
 from router.turns.sessions import Sessions
 from router.turns.settle import Settler
 from router.turns.turn import LiveTurn, TurnChunk
+from tests.simulation.components import Worker
 from tests.simulation.disk import SimulatedJournal
 from tests.simulation.model import SimulatedRank
 from tests.simulation.run import run_seed
@@ -133,6 +137,14 @@ def _zero_a_step_late(self: SimulatedRank) -> None:
     last[:] = [(group.index, group.pool.take_freed()) for group in self.cache.groups if self._zeroes]
 
 
+async def _renew_anybody_s(self: SqliteLease, holder: str, lease_s: float) -> bool:
+    return True
+
+
+async def _adopt_nothing(self: Supervisor) -> bool:
+    return False
+
+
 def _look_at_none(arena: memoryview, found: Any, size: int, buffer: bytearray) -> Any:
     return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
 
@@ -183,6 +195,10 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "a turn ends a token after its end": lambda: mock.patch.object(Leader, "_end_of", _end_a_token_late),
     "the digest is not compared": lambda: _skips_a_cut(),
+    "a supervisor acts without its lease": lambda: mock.patch.object(Leadership, "check", lambda self: None),
+    "a supervisor renews the lease of another": lambda: mock.patch.object(SqliteLease, "renew", _renew_anybody_s),
+    "a supervisor keeps nothing that it finds": lambda: mock.patch.object(Supervisor, "adopt", _adopt_nothing),
+    "a process has no name that only one can have": lambda: mock.patch.object(Worker, "is_taken", lambda self: False),
 }
 
 

@@ -91,7 +91,8 @@ def run_seed(seed: int) -> Result:
 
 def _run(loop: SimulatedLoop, rng: random.Random, result: Result, trace: Callable[[str], None], disks: Path) -> None:
     has_disks = result.seed % 4 == 1
-    cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace, disks if has_disks else None)
+    num_supervisors = 2 if result.seed % 4 >= 2 else 1
+    cluster = Cluster(loop, rng, rng.choice((1, 2, 2, 3)), trace, disks if has_disks else None, num_supervisors)
     SimulatedLeader.step_s = rng.choice(STEPS_S)
     SimulatedRank.kinds = list(GROUPS)[result.seed % len(GROUPS)]
     overlaps = result.seed // len(GROUPS) % 2 == 1
@@ -138,6 +139,7 @@ async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
     clients = [Client(cluster, f"s{i}", random.Random(rng.getrandbits(60))) for i in range(rng.randrange(2, 7))]
     faults = Faults(cluster, random.Random(rng.getrandbits(60)), rng.randrange(0, 13))
     striking = asyncio.get_running_loop().create_task(faults.run())
+    keeping = asyncio.get_running_loop().create_task(cluster.keep_supervisors())
     runs: list[asyncio.Task[None]] = [client.process.spawn(client.run(rng.randrange(3, 14))) for client in clients]
     await _all(cluster, runs)
     striking.cancel()
@@ -146,6 +148,7 @@ async def _play(cluster: Cluster, rng: random.Random, result: Result) -> None:
     last = [client.process.spawn(client.turn()) for client in clients if not client.released]
     await _all(cluster, last)
     await _check(cluster, clients)
+    keeping.cancel()
     result.num_turns = sum(client.num_turns for client in clients)
     result.num_migrated = cluster.sessions_migrated
     result.num_tokens = sum(client.num_tokens for client in clients)

@@ -17,6 +17,8 @@ SEEDS = (11, 17, 31, 43)
 QUICK, MAX_SEEDS = 32, 1000
 """Planted bugs that are found within ``QUICK`` seeds are looked for in each test run."""
 SLOW = {
+    "a supervisor acts without its lease",
+    "a process has no name that only one can have",
     "a fork takes no references to its pages",
     "a router rolls back the turn of another",
     "a turn that fails for want of a worker is rolled back",

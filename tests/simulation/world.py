@@ -9,7 +9,7 @@ from pathlib import Path
 from router.config import RouterConfig
 from router.journal.sqlite_file import SCHEMA
 from tests.simulation.disk import Disk, SimulatedJournal
-from tests.simulation.loop import Process, SimulatedLoop
+from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.network import Network
 from workers.config import EngineConfig
 
@@ -44,7 +44,7 @@ class World:
         self.disk = Disk(rng)
         self.disk.db.executescript(SCHEMA)
         self.engine_config, self.router_config = ENGINE, ROUTER
-        self.supervisor: Process
+        self.supervisors: list[Process] = []
         self.owners: dict[tuple[str, int], str] = {}
         self.pins: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
@@ -66,8 +66,9 @@ class World:
             self.network.kill(process)
 
     def reaches(self, process: Process) -> bool:
-        """Whether the supervisor's host and a process's host reach each other."""
-        hosts = (self.supervisor.host, process.host)
+        """Whether the host of the supervisor that asks and a process's host reach each other."""
+        asking = PROCESS.get()
+        hosts = (asking.host if asking is not None else "", process.host)
         return self.network.is_whole(*hosts) and self.network.is_whole(*reversed(hosts))
 
     def journal(self, router: str) -> SimulatedJournal:

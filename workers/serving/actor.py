@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import ray
 
 from holdfast import tls
+from holdfast.processes import NodeProcess
 from holdfast.tls import Identity
 from workers.config import EngineConfig
 from workers.store.folders import node_folder
@@ -30,12 +30,23 @@ log = logging.getLogger("holdfast.rank")
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A rank's process and node. ``created``: the process's start time, because pids are reused."""
+class ServingRank:
+    """A rank that serves. ``config``: as its supervisor gave it; ``kv_bytes``: what its pools hold."""
 
-    pid: int
-    created: float
-    node_id: str
+    incarnation: int
+    config: EngineConfig
+    address: str
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServingStore:
+    """A node's KV store that serves. ``node``: the node's name; ``address``: for other nodes."""
+
+    folder: Path
+    node: str
+    address: str
+    num_bytes: int
 
 
 @ray.remote
@@ -52,13 +63,14 @@ class RankActor:
         self._stopped = asyncio.Event()
         self._store: Store | None = None
         self._server: WorkerServer | RankServer | None = None
+        self._serving: ServingRank | None = None
 
     async def use_identity(self, identity: Identity | None) -> None:
         """Who this process is, before it starts to serve, and again when its certificate is renewed."""
         tls.use_identity(identity)
 
-    async def process(self) -> RankProcess:
-        return RankProcess(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+    async def process(self) -> NodeProcess:
+        return NodeProcess.this(ray.get_runtime_context().get_node_id())
 
     async def open_store(self) -> tuple[str, int]:
         """On rank 0, before ``start``: open the group's store. Returns its address."""
@@ -68,12 +80,9 @@ class RankActor:
         self._store = store
         return self._host, store.port
 
-    async def start(self, store: tuple[str, int] | None) -> str:
-        """Load this rank's shard of the model and serve. Returns the gRPC address.
-
-        ``store``: the group's, if there is one.
-        """
-        node = ray.get_runtime_context().get_node_id()
+    async def start(self, store: tuple[str, int] | None) -> ServingRank:
+        """Load this rank's shard of the model and serve. ``store``: the group's, if there is one."""
+        node, given = ray.get_runtime_context().get_node_id(), self._config
         if self._config.kv_store is not None:
             self._config = replace(self._config, kv_store=node_folder(self._config.kv_store, node))
         # Imported here, because only a rank's process may import torch.
@@ -87,12 +96,12 @@ class RankActor:
         # What was loaded stays: looking for garbage among torch's 400,000 objects took 100 ms, in the middle of a step.
         gc.collect()
         gc.freeze()
-        return address
+        self._serving = ServingRank(self._identity[1], given, address, self._server.rank.kv_bytes)
+        return self._serving
 
-    async def kv_bytes(self) -> int:
-        """What this rank's pools hold. After ``start``."""
-        assert self._server is not None, "it was started"
-        return self._server.rank.kv_bytes
+    async def serving(self) -> ServingRank | None:
+        """What ``start`` returned; None: it has not."""
+        return self._serving
 
     async def wait(self) -> None:
         """Returns when the rank was stopped. Ray raises ActorDiedError when its process died."""
@@ -127,20 +136,26 @@ class KVStoreActor:
         write_bytes_per_s: float,
         zeroes: bool,
     ) -> None:
+        self._folder, self._num_bytes = folder, num_bytes
         self._store = KVStore(folder, num_bytes, disk=disk, write_bytes_per_s=write_bytes_per_s, zeroes=zeroes)
         self._host = host or ray.util.get_node_ip_address()
+        self._serving: ServingStore | None = None
 
     async def use_identity(self, identity: Identity | None) -> None:
         """Who this process is, before it starts to serve, and again when its certificate is renewed."""
         tls.use_identity(identity)
 
-    async def process(self) -> tuple[int, float]:
-        """The process's pid and start time: pids are reused."""
-        return os.getpid(), psutil.Process().create_time()
+    async def process(self) -> NodeProcess:
+        return NodeProcess.this(ray.get_runtime_context().get_node_id())
 
-    async def start(self) -> tuple[str, str]:
-        """Take the memory, and serve. Returns the node's name, and the address for other nodes. Raises ConfigError."""
-        return _node_name(), await self._store.start(self._host)
+    async def start(self) -> ServingStore:
+        """Take the memory, and serve. Raises ConfigError."""
+        self._serving = ServingStore(self._folder, _node_name(), await self._store.start(self._host), self._num_bytes)
+        return self._serving
+
+    async def serving(self) -> ServingStore | None:
+        """What ``start`` returned; None: it has not."""
+        return self._serving
 
     async def set_nodes(self, node: str, addresses: dict[str, str], num_replicas: int) -> None:
         """See ``Peers``."""

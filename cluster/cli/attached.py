@@ -1,0 +1,182 @@
+"""``holdfast serve --address``: the cluster's supervisors run on the Ray cluster, and this process only waits.
+
+``holdfast stop`` ends what ``holdfast serve --address --detach`` has left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.config import Config
+from cluster.ray_backend.nodes import prepare_environment, use_token
+from holdfast.errors import ConfigError, HoldfastError
+
+if TYPE_CHECKING:
+    from cluster.ray_backend.cluster import Charge
+    from cluster.ray_backend.supervisor_actor import SupervisorState
+
+POLL_S = 0.2
+SUPERVISORS_CHECK_S = 2.0
+LEADER_WAIT_S = 20.0
+"""How long no supervisor may lead: some leases, and the start of an actor."""
+STOP_ALLOWANCE_S = 60.0
+
+
+async def serve_attached(config: Config, *, detach: bool) -> None:
+    """Start the cluster on the Ray cluster at ``config.address``, or find it there; wait for a signal, then stop it.
+
+    ``detach``: leave it running as soon as it serves. Raises HoldfastError.
+    """
+    prepare_environment()
+    use_token()
+    from cluster.ray_backend.connect import connect, ray_output
+
+    with ray_output(config.ray_log_path) as stdout:
+        connect(config)
+        stop = _stop_signal()  # after Ray has set its own
+        async with _ray_client():
+            attached = await _first_of(_start_or_attach(config), stop)
+            if attached is not None:
+                charge, state = attached
+                click.echo(f"ready: {' '.join(state.urls)} {' '.join(state.grpc_urls)}", file=stdout)
+                click.echo(f"Ray's messages: {config.ray_log_path}", file=stdout)
+                if detach:
+                    return
+                await _first_of(_keep_supervisors(charge), stop)
+            await _stop()
+
+
+@click.command()
+@click.option("--address", required=True, help="the Ray cluster that it runs on")
+@click.option("--force", is_flag=True, help="kill its processes, without a drain, when no supervisor leads")
+def stop(address: str, force: bool) -> None:
+    """Stop the cluster that `holdfast serve --address` has started: live turns are given drain_timeout_s to end."""
+    asyncio.run(_stop_at(Config(address=address), force))
+
+
+async def _stop_at(config: Config, force: bool) -> None:
+    prepare_environment()
+    use_token()
+    from cluster.ray_backend.connect import connect
+    from cluster.ray_backend.supervisor_actor import end_everything
+
+    connect(config)
+    async with _ray_client():
+        if force:
+            await end_everything()
+        elif not await _stop():
+            raise HoldfastError(f"no cluster of Holdfast runs at {config.address}")
+
+
+@contextlib.asynccontextmanager
+async def _ray_client() -> AsyncIterator[None]:
+    import ray
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _first_of(work: Any, stop: asyncio.Event) -> Any:
+    """The result of ``work``, or None after the signal to stop."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+async def _keep_supervisors(charge: Charge) -> None:
+    """Start a supervisor when there is none any more: each starts another, but both may be lost at once."""
+    from cluster.ray_backend.processes import find_actor
+    from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor
+
+    while True:
+        await asyncio.sleep(SUPERVISORS_CHECK_S)
+        try:
+            # In a thread: a call of Ray's waits for a GCS that is gone.
+            found = [await asyncio.to_thread(find_actor, slot) for slot in SLOTS]
+            if not any(found):
+                await start_supervisor(charge, SLOTS[0], charge.node)
+        except HoldfastError as error:
+            print(f"holdfast: no supervisor runs: {error.message}", file=sys.stderr)
+
+
+async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
+    """Returns when the cluster serves. Raises HoldfastError; a cluster that was started here has ended then."""
+    from cluster.ray_backend.cluster import Charge
+    from cluster.ray_backend.processes import find_actor
+    from cluster.ray_backend.supervisor_actor import SLOTS, find_leader, start_supervisor
+
+    supervisors = [actor for actor in map(find_actor, SLOTS) if actor is not None]
+    starts = not supervisors
+    if starts:
+        charge = Charge.new(config)
+        await start_supervisor(charge, SLOTS[0], charge.node)
+    else:
+        charge = await supervisors[0].charge.remote()
+        _check_same(config, charge.config)
+        print("holdfast: the cluster runs already; attached to it", file=sys.stderr)
+    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
+    while True:
+        found = await find_leader()
+        if found is not None and found[1].ready:
+            return charge, found[1]
+        if found is not None and found[1].error is not None and starts:
+            await _stop()
+            raise found[1].error
+        if found is not None:
+            deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S  # it starts, within a deadline of its own
+        elif asyncio.get_running_loop().time() > deadline:
+            raise HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; `holdfast stop --force` ends them")
+        await asyncio.sleep(POLL_S)
+
+
+def _check_same(given: Config, running: Config) -> None:
+    """Raises ConfigError if the cluster that runs has other settings."""
+    given = given.with_whole_paths()
+    differ = [name for name in type(given).model_fields if getattr(given, name) != getattr(running, name)]
+    if differ:
+        raise ConfigError(
+            f"{', '.join(differ)}: the cluster that runs at {given.address} has other settings; `holdfast stop` ends it"
+        )
+
+
+async def _stop() -> bool:
+    """Have the supervisor that leads stop the cluster. Returns whether there was one."""
+    from cluster.ray_backend.processes import find_actor, ray_errors
+    from cluster.ray_backend.supervisor_actor import SLOTS, end_supervisor, find_leader
+
+    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
+    while any(find_actor(slot) is not None for slot in SLOTS):
+        found = await find_leader()
+        if found is not None:
+            actor, _ = found
+            with ray_errors("the cluster did not stop"):
+                config = (await actor.charge.remote()).config
+                await asyncio.wait_for(actor.stop.remote(), config.drain_timeout_s + STOP_ALLOWANCE_S)
+            for slot in SLOTS:
+                await end_supervisor(slot)
+            return True
+        if asyncio.get_running_loop().time() > deadline:
+            raise HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; --force kills everything")
+        await asyncio.sleep(POLL_S)
+    return False

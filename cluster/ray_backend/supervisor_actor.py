@@ -1,0 +1,214 @@
+"""The supervisors of a cluster that outlives the command which started it: two actors, of which one leads.
+
+Each has what the other needs to go on (``Charge``): Ray keeps what actors are made with, so secrets go from process to
+process. The one that leads starts another as its standby when there is none, on another node if the journal allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import get_placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.leadership import Leadership, stand
+from cluster.ray_backend.cluster import Charge, Cluster
+from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
+from holdfast.errors import HoldfastError
+from holdfast.processes import NodeProcess
+from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
+
+log = logging.getLogger("holdfast.cluster")
+SLOTS = ("supervisor-0", "supervisor-1")
+STANDBY_CHECK_S = 1.0
+SILENCE_S = 15.0
+"""A standby that does not answer for this long is replaced."""
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorState:
+    """What a supervisor says of itself. ``epoch``: of its lease; 0: another leads. ``error``: why the cluster does not
+    start; it goes on trying.
+    """
+
+    epoch: int = 0
+    ready: bool = False
+    error: HoldfastError | None = None
+    urls: tuple[str, ...] = ()
+    grpc_urls: tuple[str, ...] = ()
+
+
+@ray.remote
+class SupervisorActor:
+    """One of a cluster's supervisors."""
+
+    async def serve(self, charge: Charge, slot: str, partner: NodeProcess | None) -> None:
+        """Stand for the lease from now on. ``slot``: this actor's name; ``partner``: the supervisor that leads.
+
+        Raises ConfigError, JournalUnavailable.
+        """
+        self._charge, self._slot, self._partner = charge, slot, partner
+        self._leases = _open_leases(charge)
+        process = await self.process()
+        holder = f"{slot}, pid {process.pid} on node {process.node_id[:8]}, {uuid.uuid4().hex[:8]}"
+        self._leadership = Leadership(self._leases, holder)
+        self._cluster: Cluster | None = None
+        self._state = SupervisorState()
+        self._standing = asyncio.create_task(stand(self._leadership, self._lead))
+
+    async def state(self) -> SupervisorState:
+        return self._state if self._leadership.is_valid else SupervisorState()
+
+    async def charge(self) -> Charge:
+        return self._charge
+
+    async def process(self) -> NodeProcess:
+        return NodeProcess.this(ray.get_runtime_context().get_node_id())
+
+    async def stop(self) -> None:
+        """Stop the cluster, and whoever stands by. Raises StaleEpoch if another leads."""
+        self._leadership.check()
+        cluster, self._cluster = self._cluster, None
+        self._standing.cancel()
+        await asyncio.gather(self._standing, return_exceptions=True)
+        await end_supervisor(_other(self._slot), self._partner)
+        if cluster is not None:
+            await cluster.stop()
+        await self._leadership.give_up()
+        await self._leases.close()
+
+    async def _lead(self) -> None:
+        """Run the cluster until cancelled."""
+        self._cluster = cluster = Cluster(self._charge, self._leadership)
+        standby = asyncio.create_task(self._keep_standby())
+        try:
+            await self._take_over(cluster)
+            await asyncio.Future()
+        finally:
+            standby.cancel()
+            await cluster.leave()
+            self._state = SupervisorState()
+
+    async def _take_over(self, cluster: Cluster) -> None:
+        epoch = self._leadership.epoch
+        while True:
+            self._leadership.check()
+            try:
+                await _end_strangers(cluster)
+                await cluster.take_over()
+            except HoldfastError as error:
+                log.error("the cluster does not start: %s", error)
+                self._state = SupervisorState(epoch, error=error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._state = SupervisorState(epoch, True, None, tuple(cluster.urls), tuple(cluster.grpc_urls))
+                return
+
+    async def _keep_standby(self) -> None:
+        """Start another supervisor when there is none, or when it does not answer."""
+        other = _other(self._slot)
+        while True:
+            await asyncio.sleep(STANDBY_CHECK_S)
+            try:
+                standby = find_actor(other)
+                try:
+                    if standby is not None:
+                        self._partner = await asyncio.wait_for(standby.process.remote(), SILENCE_S)
+                        continue
+                except (RayError, TimeoutError):
+                    log.warning("%s does not answer; starting another", other)
+                self._leadership.check()
+                await end_supervisor(other, self._partner)
+                this = NodeProcess.this(ray.get_runtime_context().get_node_id())
+                await start_supervisor(self._charge, other, self._standby_node(), this)
+            except (HoldfastError, RayError, TimeoutError) as error:
+                log.warning("no supervisor stands by: %s", error)
+
+    def _standby_node(self) -> str:
+        """A journal in a file is reached from its node alone."""
+        if self._charge.config.journal_url is None:
+            return self._charge.node
+        here = ray.get_runtime_context().get_node_id()
+        return min(living_nodes() - {here}, default=here)
+
+
+async def start_supervisor(charge: Charge, slot: str, node: str, partner: NodeProcess | None = None) -> Any:
+    """Start a supervisor on a node. Returns its actor. Raises HoldfastError."""
+    there = NodeAffinitySchedulingStrategy(node, soft=charge.config.journal_url is not None)
+    actor_class: Any = SupervisorActor
+    options = actor_options(slot, detached=True)
+    with ray_errors("a supervisor did not start"):
+        actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote()
+        try:
+            await actor.serve.remote(charge, slot, partner)
+        except RayError:
+            ray.kill(actor)
+            raise
+    return actor
+
+
+async def find_leader() -> tuple[Any, SupervisorState] | None:
+    """The supervisor that leads; None: none does now."""
+    for slot in SLOTS:
+        actor = find_actor(slot)
+        if actor is None:
+            continue
+        try:
+            state: SupervisorState = await asyncio.wait_for(actor.state.remote(), STANDBY_CHECK_S)
+        except (RayError, TimeoutError):
+            continue
+        if state.epoch:
+            return actor, state
+    return None
+
+
+async def end_everything() -> None:
+    """Kill all actors of the cluster, supervisors first."""
+    names = sorted(ray.util.list_named_actors(), key=lambda name: name not in SLOTS)
+    for name in names:
+        actor = find_actor(name)
+        if actor is not None:
+            ray.kill(actor)
+    for group in placement_group_table().values():
+        if group["name"].startswith("worker-") and group["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(group["name"]))
+
+
+async def _end_strangers(cluster: Cluster) -> None:
+    """End what is left of a cluster with other settings, and is no part of this one."""
+    strangers = set(ray.util.list_named_actors()) - {*SLOTS, *cluster.actor_names()}
+    for actor in map(find_actor, sorted(strangers)):
+        if actor is not None:
+            ray.kill(actor)
+
+
+def _other(slot: str) -> str:
+    return SLOTS[1 - SLOTS.index(slot)]
+
+
+async def end_supervisor(slot: str, process: NodeProcess | None = None) -> None:
+    """End a supervisor whatever state it is in. ``process``: of the one that had the slot last, if it is known: it may
+    have been stopped, and then it ends only when it is killed.
+    """
+    actor = find_actor(slot)
+    if actor is not None:
+        with contextlib.suppress(RayError, TimeoutError):
+            process = await asyncio.wait_for(actor.process.remote(), STANDBY_CHECK_S)
+        ray.kill(actor)
+    if process is not None and process.node_id in living_nodes():
+        await end_on_node(process)
+
+
+def _open_leases(charge: Charge) -> LeaseStore:
+    config = charge.config
+    if config.journal_url is not None:
+        return RedisLease(config.journal_url)
+    return SqliteLease.open(config.journal_path)

@@ -1,0 +1,161 @@
+"""``holdfast serve --address --detach``: one supervisor leads, another stands by, and any of them may die."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sqlite3
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.leadership import SUPERVISOR_LEASE_S
+from tests.cluster.ray_head import RayHead, ray_head
+from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, shared_memory, stream
+from tests.ports import free_port
+from tests.waiting import until
+
+TAKE_OVER_S = 60.0
+LATE_S = SUPERVISOR_LEASE_S
+
+
+class Detached:
+    """A cluster on a Ray cluster of its own, and the commands that start, find and stop it."""
+
+    def __init__(self, folder: Path, head: RayHead) -> None:
+        self.head, self._journal = head, folder / "j.db"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._flags = ("--port", str(port), "--grpc-port", str(free_port()), "--journal-path", str(self._journal))
+        self._flags += ("--hicache-size", "0.05")
+
+    async def run(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
+        line = [*HOLDFAST, command, "--address", self.head.address, *words]
+        return await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+
+    async def serve(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return await self.run("serve", "--detach", *self._flags, *more)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        """``holdfast serve`` without ``--detach``, when it is ready. It has ended afterwards."""
+        command = [*HOLDFAST, "serve", "--address", self.head.address, *self._flags]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            line = await asyncio.wait_for(process.stdout.readline(), START_DEADLINE_S)
+            assert line.startswith(f"ready: {self.url} ".encode()), line
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    def workers(self) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
+        return answer
+
+    def pids(self) -> set[int]:
+        """Of all that serves: routers, ranks and KV stores."""
+        return {
+            process.pid for name in ("RouterActor", "RankActor", "KVStoreActor") for process in self.head.actors(name)
+        }
+
+    def leader(self) -> int:
+        """The pid of the supervisor that has the lease, or had it last."""
+        with sqlite3.connect(self._journal) as db:
+            (holder,) = db.execute("SELECT holder FROM supervisor").fetchone()
+        found = re.search(r"pid (\d+)", holder)
+        assert found is not None, holder
+        return int(found[1])
+
+    async def led_by_another(self, than: int) -> None:
+        def is_led() -> bool:
+            return self.leader() != than and len(self.head.actors("SupervisorActor")) >= 2
+
+        await until(is_led, TAKE_OVER_S, "another supervisor to lead, and one to stand by")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Detached]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    before = shared_memory()
+    with ray_head(tmp_path, num_cpus=2) as head:
+        yield Detached(tmp_path, head)
+    assert shared_memory() <= before
+
+
+async def test_supervisors_die_hang_and_wake_late_and_nothing_else_is_restarted(cluster: Detached) -> None:
+    done = await cluster.serve()
+    assert done.returncode == 0 and f"ready: {cluster.url} " in done.stdout, done.stderr
+    started = cluster.pids()
+    assert len(started) == 4, "a router, two ranks, a KV store"
+    async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        calm = await stream(client, "calm")
+        await _a_killed_leader_costs_nothing(cluster, client, calm)
+        assert cluster.pids() == started
+        await _a_stopped_leader_is_replaced_and_wakes_up_late(cluster)
+        assert await stream(client, "last") == calm
+    done = await cluster.serve("--workers", "1")
+    assert done.returncode == 1
+    assert "workers: the cluster that runs" in done.stderr and "holdfast stop" in done.stderr
+    done = await cluster.run("stop")
+    assert done.returncode == 0, done.stderr
+    assert not cluster.head.actors()
+    done = await cluster.run("stop")
+    assert done.returncode == 1 and "no cluster of Holdfast runs" in done.stderr
+
+
+async def test_a_serve_that_waits_is_killed_attaches_again_and_replaces_all_supervisors(cluster: Detached) -> None:
+    async with cluster.serving() as first:
+        started = cluster.pids()
+        first.kill()
+        assert await first.wait() == -signal.SIGKILL
+        async with cluster.serving() as second:
+            assert cluster.pids() == started, "it has attached"
+            await until(lambda: len(cluster.head.actors("SupervisorActor")) == 2, TAKE_OVER_S, "two supervisors")
+            before = cluster.head.actors("SupervisorActor")
+            for process in before:
+                process.kill()
+            async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+                text = await stream(client, "without any")
+                await until(lambda: cluster.leader() not in {p.pid for p in before}, TAKE_OVER_S, "another supervisor")
+                await asyncio.sleep(LATE_S)
+                assert cluster.pids() == started, "which keeps all that runs"
+                assert await stream(client, "led again") == text
+            second.terminate()
+            assert await second.wait() == 0
+    assert not cluster.head.actors()
+
+
+async def _a_killed_leader_costs_nothing(cluster: Detached, client: AsyncOpenAI, calm: str) -> None:
+    leader = psutil.Process(cluster.leader())
+    assert await stream(client, "under a kill", 20, leader.kill) == calm
+    await cluster.led_by_another(leader.pid)
+
+
+async def _a_stopped_leader_is_replaced_and_wakes_up_late(cluster: Detached) -> None:
+    leader, worker = psutil.Process(cluster.leader()), cluster.workers()[0]
+    leader.suspend()
+    try:
+        psutil.Process(int(worker["pid"])).kill()
+
+        def is_back() -> bool:
+            names = {each["worker_id"]: each["pid"] for each in cluster.workers()}
+            return names.get(worker["worker_id"], worker["pid"]) != worker["pid"]
+
+        await until(is_back, START_DEADLINE_S, "the standby to start the worker again")
+        serving = cluster.pids()
+    finally:
+        leader.resume()
+    await asyncio.sleep(LATE_S)
+    assert cluster.pids() == serving, "it does nothing"
+    assert cluster.leader() != leader.pid
