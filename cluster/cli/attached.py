@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 SUPERVISORS_CHECK_S = 2.0
-LEADER_WAIT_S = 20.0
-"""How long no supervisor may lead: some leases, and the start of an actor."""
-STOP_ALLOWANCE_S = 60.0
 
 
 async def serve_attached(config: Config, *, detach: bool) -> None:
@@ -37,6 +34,7 @@ async def serve_attached(config: Config, *, detach: bool) -> None:
     prepare_environment()
     use_token()
     from cluster.ray_backend.connect import connect, ray_output
+    from cluster.ray_backend.supervisor_actor import stop_cluster
 
     with ray_output(config.ray_log_path) as stdout:
         connect(config)
@@ -50,7 +48,7 @@ async def serve_attached(config: Config, *, detach: bool) -> None:
                 if detach:
                     return
                 await _first_of(_keep_supervisors(charge), stop)
-            await _stop()
+            await stop_cluster()
 
 
 @click.command()
@@ -65,13 +63,13 @@ async def _stop_at(config: Config, force: bool) -> None:
     prepare_environment()
     use_token()
     from cluster.ray_backend.connect import connect
-    from cluster.ray_backend.supervisor_actor import end_everything
+    from cluster.ray_backend.supervisor_actor import end_everything, stop_cluster
 
     connect(config)
     async with _ray_client():
         if force:
             await end_everything()
-        elif not await _stop():
+        elif not await stop_cluster():
             raise HoldfastError(f"no cluster of Holdfast runs at {config.address}")
 
 
@@ -124,7 +122,14 @@ async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
     """Returns when the cluster serves. Raises HoldfastError; a cluster that was started here has ended then."""
     from cluster.ray_backend.cluster import Charge
     from cluster.ray_backend.processes import find_actor
-    from cluster.ray_backend.supervisor_actor import SLOTS, find_leader, start_supervisor
+    from cluster.ray_backend.supervisor_actor import (
+        LEADER_WAIT_S,
+        SLOTS,
+        find_leader,
+        no_leader,
+        start_supervisor,
+        stop_cluster,
+    )
 
     supervisors = [actor for actor in map(find_actor, SLOTS) if actor is not None]
     starts = not supervisors
@@ -141,12 +146,12 @@ async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
         if found is not None and found[1].ready:
             return charge, found[1]
         if found is not None and found[1].error is not None and starts:
-            await _stop()
+            await stop_cluster()
             raise found[1].error
         if found is not None:
             deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S  # it starts, within a deadline of its own
         elif asyncio.get_running_loop().time() > deadline:
-            raise HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; `holdfast stop --force` ends them")
+            raise no_leader()
         await asyncio.sleep(POLL_S)
 
 
@@ -158,25 +163,3 @@ def _check_same(given: Config, running: Config) -> None:
         raise ConfigError(
             f"{', '.join(differ)}: the cluster that runs at {given.address} has other settings; `holdfast stop` ends it"
         )
-
-
-async def _stop() -> bool:
-    """Have the supervisor that leads stop the cluster. Returns whether there was one."""
-    from cluster.ray_backend.processes import find_actor, ray_errors
-    from cluster.ray_backend.supervisor_actor import SLOTS, end_supervisor, find_leader
-
-    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
-    while any(find_actor(slot) is not None for slot in SLOTS):
-        found = await find_leader()
-        if found is not None:
-            actor, _ = found
-            with ray_errors("the cluster did not stop"):
-                config = (await actor.charge.remote()).config
-                await asyncio.wait_for(actor.stop.remote(), config.drain_timeout_s + STOP_ALLOWANCE_S)
-            for slot in SLOTS:
-                await end_supervisor(slot)
-            return True
-        if asyncio.get_running_loop().time() > deadline:
-            raise HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; --force kills everything")
-        await asyncio.sleep(POLL_S)
-    return False

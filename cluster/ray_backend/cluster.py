@@ -33,12 +33,15 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores."""
+    """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores;
+    ``renew_s``: from one renewal of its certificates to the next.
+    """
 
     config: Config
     node: str
     kv_folder: Path
     authority: SealedAuthority | None
+    renew_s: float = RENEW_S
 
     @classmethod
     def new(cls, config: Config) -> Charge:
@@ -66,6 +69,7 @@ class Cluster:
         detached = leadership is not None
         self._authority = Authority.unsealed(charge.authority) if charge.authority is not None else None
         self._renewing: asyncio.Task[None] | None = None
+        self._renew_s = charge.renew_s
         engine = config.engine()
         self._stores: NodeStores | None = None
         if config.has_kv_store:
@@ -194,7 +198,7 @@ class Cluster:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(self._renew_s)
             await self._renew_all()
 
     async def _renew_all(self) -> None:

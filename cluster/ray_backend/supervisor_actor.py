@@ -31,6 +31,10 @@ STANDBY_CHECK_S = 1.0
 SILENCE_S = 15.0
 """A standby that does not answer for this long is replaced."""
 RETRY_S = 1.0
+POLL_S = 0.2
+LEADER_WAIT_S = 20.0
+"""How long no supervisor may lead: some leases, and the start of an actor."""
+STOP_ALLOWANCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,29 @@ async def find_leader() -> tuple[Any, SupervisorState] | None:
         if state.epoch:
             return actor, state
     return None
+
+
+def no_leader() -> HoldfastError:
+    return HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; `holdfast stop --force` kills everything")
+
+
+async def stop_cluster() -> bool:
+    """Have the supervisor that leads stop the cluster. Returns whether there was one. Raises HoldfastError."""
+    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
+    while any(find_actor(slot) is not None for slot in SLOTS):
+        found = await find_leader()
+        if found is not None:
+            actor, _ = found
+            with ray_errors("the cluster did not stop"):
+                config = (await actor.charge.remote()).config
+                await asyncio.wait_for(actor.stop.remote(), config.drain_timeout_s + STOP_ALLOWANCE_S)
+            for slot in SLOTS:
+                await end_supervisor(slot)
+            return True
+        if asyncio.get_running_loop().time() > deadline:
+            raise no_leader()
+        await asyncio.sleep(POLL_S)
+    return False
 
 
 async def end_everything() -> None:

@@ -1,4 +1,4 @@
-"""Chaos on all that a cluster is made of: ranks, leaders, routers, whole nodes, their network, the journal's Redis.
+"""Chaos on all of a cluster: ranks, leaders, routers, supervisors, whole nodes, their network, the journal's Redis.
 
 Each node is a host of its own, where this machine makes network namespaces; else none is cut off.
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 from asyncio.subprocess import STDOUT, Process
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import psutil
 import ray
@@ -28,9 +29,9 @@ from ray.cluster_utils import Cluster as RayCluster
 from cluster.chaos.faults import Fault
 from cluster.chaos.run import Chaos
 from cluster.config import Config
-from cluster.ray_backend import cluster as ray_cluster
-from cluster.ray_backend.cluster import Cluster
+from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
+from cluster.ray_backend.supervisor_actor import SLOTS, SupervisorState, find_leader, start_supervisor, stop_cluster
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
@@ -38,6 +39,9 @@ from tests.redis_server import RedisServer, redis_server
 REDIS_DOWN_S = 1.0
 CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
+SUPERVISOR_STOPS_S = (2.0, 8.0)
+"""Shorter and longer than its lease."""
+START_DEADLINE_S, READY_POLL_S = 120.0, 0.2
 RANKS_A_NODE = 2
 RENEW_S = 5.0
 """From one renewal of all certificates to the next."""
@@ -101,7 +105,9 @@ async def play(num_faults: int, seed: int) -> dict[str, Any]:
         address, machines = (None, [None, None]) if reason else stack.enter_context(hosts(2))
         # A short path: names of sockets may not be long.
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="holdfast-")))
-        redis = stack.enter_context(redis_server(folder / "redis", "--appendonly", "yes", "--appendfsync", "always"))
+        durable = ("--appendonly", "yes", "--appendfsync", "always")
+        reachable = ("--bind", "127.0.0.1", address, "--protected-mode", "no") if address else ()
+        redis = stack.enter_context(redis_server(folder / "redis", *durable, *reachable))
         ray_address = stack.enter_context(ray_head(address))
         nodes = [Node(machine, folder / str(i)) for i, machine in enumerate(machines)]
         report: dict[str, Any] = {}
@@ -138,28 +144,56 @@ async def _play(
         cut.heal()
 
     others: list[Fault] = [("kill -9 of Redis", kill_redis), ("kill -9 of a node: raylet and all", kill_node)]
+    others += [("kill -9 of the supervisor that leads", partial(_fail_supervisor, 0.0))]
+    others += [
+        (f"SIGSTOP of the supervisor that leads, {s} s", partial(_fail_supervisor, s)) for s in SUPERVISOR_STOPS_S
+    ]
     hosts_in_turn = cycle([node.host for node in nodes if node.host is not None])
     if nodes[0].host is not None:
         others += [(f"a node is cut off for {s} s", partial(cut_off, hosts_in_turn, s)) for s in CUTS_S]
+    # A supervisor may be on any of the nodes.
+    host = ray_address.rpartition(":")[0] if nodes[0].host is not None else "127.0.0.1"
+    journal_url = redis.url.replace("127.0.0.1", host)
     given = {"workers": 2, "tp": 2, "routers": 2, "speculative_algorithm": "NGRAM", "hicache_size": STORE_GB}
     config = Config(port=0, grpc_port=0, device="cpu", address=ray_address, **given)
-    config = config.model_copy(update={"journal_url": redis.url, "rank_lease_s": 3.0})
-    cluster = Cluster(config)
-    renewing = mock.patch.object(ray_cluster, "RENEW_S", RENEW_S)
+    config = config.model_copy(update={"journal_url": journal_url, "rank_lease_s": 3.0})
     keepers = [asyncio.create_task(node.keep(ray_address)) for node in nodes]
-    renewing.start()
     try:
-        await cluster.start()
-        chaos = Chaos(cluster.urls, seed, others)
+        charge = replace(Charge.new(config), renew_s=RENEW_S)
+        await start_supervisor(charge, SLOTS[0], charge.node)
+        chaos = Chaos(list((await _ready()).urls), seed, others)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         return (await chaos.run(num_faults)).as_dict()
     finally:
         for keeper in keepers:
             keeper.cancel()
-        await cluster.stop()
-        renewing.stop()
+        await stop_cluster()
         for node in nodes:
             node.kill()
+
+
+async def _ready() -> SupervisorState:
+    """Returns when the cluster serves."""
+    async with asyncio.timeout(START_DEADLINE_S):
+        while True:
+            found = await find_leader()
+            if found is not None and found[1].ready:
+                return found[1]
+            await asyncio.sleep(READY_POLL_S)
+
+
+async def _fail_supervisor(stops_s: float) -> None:
+    """Kill the one that leads, or stop it. Within the lease it leads on; later it finds another that leads."""
+    while (found := await find_leader()) is None:
+        await asyncio.sleep(READY_POLL_S)
+    pid = (await found[0].process.remote()).pid
+    with suppress(ProcessLookupError):
+        if not stops_s:
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(stops_s)
+        os.kill(pid, signal.SIGCONT)
 
 
 def main() -> None:
