@@ -24,7 +24,8 @@ from rich.table import Table
 
 from cluster.config import Config
 from cluster.ray_backend.cluster import Cluster
-from cluster.ray_backend.connect import connect, ray_output
+from cluster.ray_backend.connect import connect
+from cluster.ray_backend.output import ray_output
 from holdfast.v1 import session_pb2, session_pb2_grpc
 
 QUESTIONS = {

@@ -16,6 +16,7 @@ import click
 
 from cluster.config import Config
 from cluster.ray_backend.nodes import prepare_environment, use_token
+from cluster.ray_backend.output import ray_output
 from holdfast.errors import ConfigError, HoldfastError
 
 if TYPE_CHECKING:
@@ -31,15 +32,11 @@ async def serve_attached(config: Config, *, detach: bool) -> None:
 
     ``detach``: leave it running as soon as it serves. Raises HoldfastError.
     """
-    prepare_environment()
-    use_token()
-    from cluster.ray_backend.connect import connect, ray_output
-    from cluster.ray_backend.supervisor_actor import stop_cluster
-
     with ray_output(config.ray_log_path) as stdout:
-        connect(config)
-        stop = _stop_signal()  # after Ray has set its own
-        async with _ray_client():
+        async with joined(config):
+            from cluster.ray_backend.supervisor_actor import stop_cluster
+
+            stop = _stop_signal()  # after Ray has set its own
             attached = await _first_of(_start_or_attach(config), stop)
             if attached is not None:
                 charge, state = attached
@@ -60,13 +57,9 @@ def stop(address: str, force: bool) -> None:
 
 
 async def _stop_at(config: Config, force: bool) -> None:
-    prepare_environment()
-    use_token()
-    from cluster.ray_backend.connect import connect
-    from cluster.ray_backend.supervisor_actor import end_everything, stop_cluster
+    async with joined(config):
+        from cluster.ray_backend.supervisor_actor import end_everything, stop_cluster
 
-    connect(config)
-    async with _ray_client():
         if force:
             await end_everything()
         elif not await stop_cluster():
@@ -74,7 +67,16 @@ async def _stop_at(config: Config, force: bool) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _ray_client() -> AsyncIterator[None]:
+async def joined(config: Config) -> AsyncIterator[None]:
+    """This process is a client of the Ray cluster at ``config.address`` meanwhile. Raises ConfigError.
+
+    Import ``ray`` within: it reads the environment then.
+    """
+    prepare_environment()
+    use_token()
+    from cluster.ray_backend.connect import connect
+
+    connect(config)
     import ray
 
     try:
@@ -104,6 +106,8 @@ async def _first_of(work: Any, stop: asyncio.Event) -> Any:
 
 async def _keep_supervisors(charge: Charge) -> None:
     """Start a supervisor when there is none any more: each starts another, but both may be lost at once."""
+    from ray.exceptions import RayError
+
     from cluster.ray_backend.processes import find_actor
     from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor
 
@@ -112,8 +116,12 @@ async def _keep_supervisors(charge: Charge) -> None:
         try:
             # In a thread: a call of Ray's waits for a GCS that is gone.
             found = [await asyncio.to_thread(find_actor, slot) for slot in SLOTS]
-            if not any(found):
+            supervisor = next((actor for actor in found if actor is not None), None)
+            if supervisor is None:
                 await start_supervisor(charge, SLOTS[0], charge.node)
+                continue
+            with contextlib.suppress(RayError, TimeoutError):
+                charge = await asyncio.wait_for(supervisor.charge.remote(), SUPERVISORS_CHECK_S)  # upgrades change it
         except HoldfastError as error:
             print(f"holdfast: no supervisor runs: {error.message}", file=sys.stderr)
 

@@ -62,6 +62,11 @@ def drain(
 @_drain_options
 def restart(start_timeout_s: float, timeout_s: float, url: str, api_key: str | None, as_json: bool) -> None:
     """Restart all workers, one after another, while the others serve. Clients do not notice."""
+    restart_all(url, api_key, start_timeout_s, timeout_s, as_json=as_json)
+
+
+def restart_all(url: str, api_key: str | None, start_timeout_s: float, timeout_s: float, *, as_json: bool) -> None:
+    """Restart all workers, one after another, and print what was migrated. Raises HoldfastError."""
     reports = []
     for worker in get_rows(url, "/holdfast/workers", api_key):
         name = worker["worker_id"]

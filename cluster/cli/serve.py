@@ -21,7 +21,7 @@ from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
 
 
-def _flags(command: Any) -> Any:
+def config_flags(command: Any) -> Any:
     """Every key of the configuration as a flag of the same name."""
     for name, field in reversed(Config.model_fields.items()):
         kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
@@ -69,7 +69,7 @@ def _default(value: object) -> str:
 @click.command()
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with the keys below")
 @click.option("--detach", is_flag=True, help="with --address: leave the cluster running; `holdfast stop` ends it")
-@_flags
+@config_flags
 def serve(config_file: Path | None, detach: bool, **flags: Any) -> None:
     """Start workers and routers, and serve until SIGINT or SIGTERM.
 
@@ -107,8 +107,9 @@ async def _serve(config: Config, own_gcs: Path | None) -> None:
     import ray
 
     from cluster.ray_backend.cluster import Cluster
-    from cluster.ray_backend.connect import connect, ray_output
+    from cluster.ray_backend.connect import connect
     from cluster.ray_backend.gcs import GcsKeeper
+    from cluster.ray_backend.output import ray_output
     from cluster.ray_backend.processes import end_with_raylet
 
     stop = asyncio.Event()

@@ -19,9 +19,10 @@ from cluster.ray_backend.router_process import RouterProcess
 from cluster.ray_backend.worker_group import WorkerGroup
 from cluster.supervisor import Supervisor
 from holdfast import tls
-from holdfast.errors import NoWorkerAvailable
+from holdfast.errors import ConfigError, NoWorkerAvailable
 from holdfast.tls import SUPERVISOR
 from router.fleet.link import WorkerAddress
+from workers.config import EngineConfig
 from workers.store.folders import cluster_folder, remove_stale
 from workers.store.server import DiskConfig
 
@@ -34,7 +35,8 @@ GB = 1e9
 @dataclass(frozen=True, slots=True)
 class Charge:
     """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores;
-    ``renew_s``: from one renewal of its certificates to the next.
+    ``renew_s``: from one renewal of its certificates to the next; ``before``: what workers may still have that were not
+    restarted since the last upgrade.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class Charge:
     kv_folder: Path
     authority: SealedAuthority | None
     renew_s: float = RENEW_S
+    before: Config | None = None
 
     @classmethod
     def new(cls, config: Config) -> Charge:
@@ -58,6 +61,15 @@ class Charge:
         )
 
 
+def check_upgrade(running: Config, wanted: Config) -> None:
+    """Raises ConfigError if they differ in more than what a worker's next incarnation can have."""
+    wanted.check()
+    for name in Config.model_fields:
+        changed = running.model_copy(update={name: getattr(wanted, name)})
+        if changed != running and (changed.engine() == running.engine() or changed.router() != running.router()):
+            raise ConfigError(f"{name}: cannot change while the cluster runs; stop it, and serve again")
+
+
 class Cluster:
     """Routers, workers, and their supervisor. Call ``connect`` first."""
 
@@ -70,12 +82,10 @@ class Cluster:
         self._authority = Authority.unsealed(charge.authority) if charge.authority is not None else None
         self._renewing: asyncio.Task[None] | None = None
         self._renew_s = charge.renew_s
-        engine = config.engine()
         self._stores: NodeStores | None = None
+        self._kv_folder = folder = charge.kv_folder
         if config.has_kv_store:
             remove_stale()
-            folder = charge.kv_folder
-            engine = replace(engine, kv_store=folder)
             self._stores = NodeStores(
                 folder,
                 self._store_bytes,
@@ -88,6 +98,7 @@ class Cluster:
                 zeroes=config.zero_freed_pages,
                 detached=detached,
             )
+        engine = self._engine(config)
         num_ranks = config.workers * config.tp
         use_gpu = engine.device == "cuda" or (
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
@@ -107,6 +118,7 @@ class Cluster:
                 host=host,
                 issue=self._issue,
                 detached=detached,
+                before=self._engine(charge.before) if charge.before is not None else None,
             )
             for i in range(config.workers)
         ]
@@ -168,6 +180,12 @@ class Cluster:
         self._supervisor.keep()
         self._renewing = asyncio.create_task(self._renew())
 
+    def reconfigure(self, config: Config) -> None:
+        """Workers that start from now on have other settings: see ``check_upgrade``."""
+        self.config = config
+        for worker in self.workers:
+            worker.reconfigure(self._engine(config))
+
     async def leave(self) -> None:
         """Stop supervising. Everything runs on."""
         if self._renewing is not None:
@@ -184,6 +202,10 @@ class Cluster:
         if self._stores is not None:
             await self._stores.stop()
         tls.use_identity(None)
+
+    def _engine(self, config: Config) -> EngineConfig:
+        engine = config.engine()
+        return replace(engine, kv_store=self._kv_folder) if config.has_kv_store else engine
 
     def _store_bytes(self, node: str) -> int:
         """What a node's store is to have; 0 until it is known how much KV the node's workers hold."""

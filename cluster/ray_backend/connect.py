@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import ray
 
@@ -66,20 +62,3 @@ def _join(address: str, common: dict[str, Any]) -> None:
     except ConnectionError as error:
         hint = "" if os.environ.get("RAY_AUTH_MODE") == "token" else "; if it asks for a token, set RAY_AUTH_MODE=token"
         raise ConfigError(f"address: the Ray cluster at {address} refuses to connect{hint}: {error}") from None
-
-
-@contextlib.contextmanager
-def ray_output(path: Path) -> Iterator[TextIO]:
-    """Send what Ray prints on stdout to a file; yields the real stdout.
-
-    Ray prints a paragraph there for each process that dies. Holdfast logs such deaths itself, on stderr.
-    Raises ConfigError.
-    """
-    stdout = sys.stdout
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1)
-    except OSError as error:
-        raise ConfigError(f"ray_log: cannot write {path}: {error.strerror}") from None
-    with file, contextlib.redirect_stdout(file):
-        yield stdout

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.config import Config
 from cluster.leadership import Leadership, stand
 from cluster.ray_backend.cluster import Charge, Cluster
 from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
@@ -76,6 +77,21 @@ class SupervisorActor:
 
     async def process(self) -> NodeProcess:
         return NodeProcess.this(ray.get_runtime_context().get_node_id())
+
+    async def know(self, charge: Charge) -> None:
+        """What this supervisor leads with, if it ever leads."""
+        self._charge = charge
+
+    async def upgrade(self, config: Config) -> None:
+        """Start workers with these settings from now on. Raises StaleEpoch if another leads."""
+        self._leadership.check()
+        assert self._cluster is not None, "it leads"
+        charge = replace(self._charge, config=config, before=self._charge.config)
+        standby = find_actor(_other(self._slot))
+        if standby is not None:
+            await asyncio.wait_for(standby.know.remote(charge), SILENCE_S)
+        self._charge = charge
+        self._cluster.reconfigure(config)
 
     async def stop(self) -> None:
         """Stop the cluster, and whoever stands by. Raises StaleEpoch if another leads."""

@@ -50,13 +50,16 @@ class WorkerGroup:
         host: str | None,
         issue: Callable[[str], Identity | None],
         detached: bool,
+        before: EngineConfig | None,
     ) -> None:
-        """``detached``: its processes run on when the one that started them ends."""
+        """``detached``: its processes run on when the one that started them ends. ``before``: what an incarnation may
+        still have that started before the last upgrade.
+        """
         self.name = worker_id
         self.size = size
         self.address: WorkerAddress | None = None
         """The leader's address, while an incarnation serves."""
-        self._config = config
+        self._config, self._before = config, before
         self._bundle = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {})
         self._strategy = strategy
         self._host, self._issue = host, issue
@@ -67,7 +70,7 @@ class WorkerGroup:
         self._detached = detached
 
     async def adopt(self) -> bool:
-        """Find the incarnation that another supervisor has started. Returns whether it serves, with these settings."""
+        """Find the incarnation that another supervisor has started. Returns whether it serves, with its settings."""
         self._actors = self._find_actors()
         self._placement = self._find_placement()
         try:
@@ -77,10 +80,18 @@ class WorkerGroup:
         except (RayError, TimeoutError):
             return False
         whole = len(serving) == self.size and None not in serving and len({rank.incarnation for rank in serving}) == 1
-        if not whole or self._placement is None or any(rank.config != self._config for rank in serving):
+        if (
+            not whole
+            or self._placement is None
+            or any(rank.config not in (self._config, self._before) for rank in serving)
+        ):
             return False
         self._serves(serving)
         return True
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Its next incarnation has other settings."""
+        self._config, self._before = config, self._config
 
     async def start(self) -> None:
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""

@@ -63,6 +63,10 @@ class Detached:
         answer: list[dict[str, Any]] = httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
         return answer
 
+    def num_pages(self) -> set[int]:
+        """Of the workers' pools, which are equal in tokens."""
+        return {int(group["total"]) for worker in self.workers() for group in worker["groups"]}
+
     def pids(self) -> set[int]:
         """Of all that serves: routers, ranks and KV stores."""
         return {
@@ -134,6 +138,45 @@ async def test_a_serve_that_waits_is_killed_attaches_again_and_replaces_all_supe
             second.terminate()
             assert await second.wait() == 0
     assert not cluster.head.actors()
+
+
+async def test_an_upgrade_to_another_page_size_and_back_costs_no_token(cluster: Detached) -> None:
+    assert (await cluster.serve()).returncode == 0
+    async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        calm, done = await stream(client, "calm"), asyncio.Event()
+
+        async def keep_asking(name: str) -> int:
+            num_turns = 0
+            while not done.is_set():
+                assert await stream(client, f"{name}-{num_turns}") == calm
+                num_turns += 1
+            return num_turns
+
+        (of_16,) = cluster.num_pages()
+        load = [asyncio.create_task(keep_asking(name)) for name in ("a", "b")]
+        try:
+            for page_size in (4, 16):
+                before = {worker["pid"] for worker in cluster.workers()}
+                report = await cluster.run("upgrade", "--page-size", str(page_size), "--json")
+                assert report.returncode == 0, report.stderr
+                assert cluster.num_pages() == {of_16 * 16 // page_size}
+                assert not before & {worker["pid"] for worker in cluster.workers()}
+        finally:
+            done.set()
+        assert min(await asyncio.gather(*load)) > 1
+        leader = psutil.Process(cluster.leader())
+        started = cluster.pids()
+        leader.kill()
+        await cluster.led_by_another(leader.pid)
+        assert cluster.pids() == started, "the standby knows the settings"
+    for flags, message in (
+        (("--port", "1"), "port: cannot change while the cluster runs"),
+        (("--page-size", "3"), "page_size: must be a power of two"),
+    ):
+        refused = await cluster.run("upgrade", *flags)
+        assert refused.returncode == 1 and message in refused.stderr, refused.stderr
+    assert cluster.pids() == started
+    assert (await cluster.run("stop")).returncode == 0
 
 
 async def _a_killed_leader_costs_nothing(cluster: Detached, client: AsyncOpenAI, calm: str) -> None:
