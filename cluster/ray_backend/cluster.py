@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
+from ray.experimental import internal_kv
 
 from cluster.authority import RENEW_S, Authority, SealedAuthority, read_issuer
 from cluster.config import Config
@@ -30,6 +31,7 @@ log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 2.0
 RENEW_TIMEOUT_S = 30.0
 GB = 1e9
+CLUSTER_ID = b"holdfast:cluster-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,12 @@ class Charge:
     def new(cls, config: Config) -> Charge:
         """Of a cluster that is to start, from this node. Raises ConfigError."""
         here = ray.get_runtime_context()
-        # On a Ray cluster it is the same when all supervisors were lost and this starts others: what runs knows it.
-        cluster_id = uuid.uuid4() if config.address is None else uuid.uuid5(uuid.NAMESPACE_URL, here.gcs_address)
-        authority = _authority(config, f"{cluster_id.hex[:16]}.holdfast")
+        cluster_id = _cluster_id() if config.address is not None else uuid.uuid4().hex
+        authority = _authority(config, f"{cluster_id[:16]}.holdfast")
         return cls(
             config=config.with_whole_paths(),
             node=here.get_node_id(),
-            kv_folder=cluster_folder(cluster_id.hex[:12]),
+            kv_folder=cluster_folder(cluster_id[:12]),
             authority=authority.sealed() if authority is not None else None,
         )
 
@@ -234,6 +235,15 @@ class Cluster:
         for result in await asyncio.gather(*renewals, return_exceptions=True):
             if isinstance(result, Exception):
                 log.warning("a certificate was not renewed: %r", result)
+
+
+def _cluster_id() -> str:
+    """A name that no other cluster has, and that is the same when all supervisors were lost and this process starts
+    others: what runs knows it. The GCS keeps it.
+    """
+    internal_kv._internal_kv_put(CLUSTER_ID, uuid.uuid4().hex.encode(), overwrite=False)
+    kept: bytes = internal_kv._internal_kv_get(CLUSTER_ID)
+    return kept.decode()
 
 
 def _authority(config: Config, name: str) -> Authority | None:
