@@ -22,6 +22,7 @@ from cluster.supervisor import Supervisor
 from holdfast import tls
 from holdfast.errors import ConfigError, NoWorkerAvailable
 from holdfast.tls import SUPERVISOR
+from router.config import RouterConfig
 from router.fleet.link import WorkerAddress
 from workers.config import EngineConfig
 from workers.store.folders import cluster_folder, remove_stale
@@ -38,7 +39,7 @@ CLUSTER_ID = b"holdfast:cluster-id"
 class Charge:
     """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores;
     ``renew_s``: from one renewal of its certificates to the next; ``before``: what workers may still have that were not
-    restarted since the last upgrade.
+    restarted since the last upgrade; ``ports``: of each router, HTTP and gRPC, once they have been chosen.
     """
 
     config: Config
@@ -47,6 +48,15 @@ class Charge:
     authority: SealedAuthority | None
     renew_s: float = RENEW_S
     before: Config | None = None
+    ports: tuple[tuple[int, int], ...] = ()
+
+    def router(self, index: int) -> RouterConfig:
+        """The settings of router number ``index``."""
+        config = self.config.router(index)
+        if not self.ports:
+            return config
+        port, grpc_port = self.ports[index]
+        return replace(config, port=port, grpc_port=grpc_port)
 
     @classmethod
     def new(cls, config: Config) -> Charge:
@@ -105,7 +115,7 @@ class Cluster:
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
         )
         self.routers = [
-            RouterProcess(i, config.router(i), self._issue, node=charge.node, detached=detached)
+            RouterProcess(i, charge.router(i), self._issue, node=charge.node, detached=detached)
             for i in range(config.routers)
         ]
         host = LOOPBACK if config.address is None else None
@@ -142,6 +152,11 @@ class Cluster:
     def grpc_urls(self) -> list[str]:
         """The routers' gRPC addresses."""
         return [f"grpc://{router.config.host}:{router.config.grpc_port}" for router in self.routers]
+
+    @property
+    def ports(self) -> tuple[tuple[int, int], ...]:
+        """Of each router, HTTP and gRPC."""
+        return tuple((router.config.port, router.config.grpc_port) for router in self.routers)
 
     @property
     def url(self) -> str:

@@ -22,9 +22,10 @@ from cluster.config import Config
 from cluster.leadership import Leadership, stand
 from cluster.ray_backend.cluster import Charge, Cluster
 from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StaleEpoch
 from holdfast.processes import NodeProcess
 from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
+from workers.store.folders import remove_stale
 
 log = logging.getLogger("holdfast.cluster")
 SLOTS = ("supervisor-0", "supervisor-1")
@@ -86,11 +87,7 @@ class SupervisorActor:
         """Start workers with these settings from now on. Raises StaleEpoch if another leads."""
         self._leadership.check()
         assert self._cluster is not None, "it leads"
-        charge = replace(self._charge, config=config, before=self._charge.config)
-        standby = find_actor(_other(self._slot))
-        if standby is not None:
-            await asyncio.wait_for(standby.know.remote(charge), SILENCE_S)
-        self._charge = charge
+        await self._tell_all(replace(self._charge, config=config, before=self._charge.config))
         self._cluster.reconfigure(config)
 
     async def stop(self) -> None:
@@ -99,11 +96,22 @@ class SupervisorActor:
         cluster, self._cluster = self._cluster, None
         self._standing.cancel()
         await asyncio.gather(self._standing, return_exceptions=True)
-        await end_supervisor(_other(self._slot), self._partner)
+        await end_actor(_other(self._slot), self._partner)
         if cluster is not None:
             await cluster.stop()
+        await end_everything(but=self._slot)  # also what was just being started
         await self._leadership.give_up()
         await self._leases.close()
+
+    async def _tell_all(self, charge: Charge) -> None:
+        """Both supervisors lead with this from now on: first the one that stands by."""
+        standby = find_actor(_other(self._slot))
+        if standby is not None:
+            try:
+                await asyncio.wait_for(standby.know.remote(charge), SILENCE_S)
+            except (RayError, TimeoutError):
+                log.warning("%s does not answer; it is replaced, and told then", _other(self._slot))
+        self._charge = charge
 
     async def _lead(self) -> None:
         """Run the cluster until cancelled."""
@@ -129,6 +137,7 @@ class SupervisorActor:
                 self._state = SupervisorState(epoch, error=error)
                 await asyncio.sleep(RETRY_S)
             else:
+                await self._tell_all(replace(self._charge, ports=cluster.ports))
                 self._state = SupervisorState(epoch, True, None, tuple(cluster.urls), tuple(cluster.grpc_urls))
                 return
 
@@ -146,7 +155,7 @@ class SupervisorActor:
                 except (RayError, TimeoutError):
                     log.warning("%s does not answer; starting another", other)
                 self._leadership.check()
-                await end_supervisor(other, self._partner)
+                await end_actor(other, self._partner)
                 this = NodeProcess.this(ray.get_runtime_context().get_node_id())
                 await start_supervisor(self._charge, other, self._standby_node(), this)
             except (HoldfastError, RayError, TimeoutError) as error:
@@ -201,47 +210,49 @@ async def stop_cluster() -> bool:
         found = await find_leader()
         if found is not None:
             actor, _ = found
-            with ray_errors("the cluster did not stop"):
+            # Where it has just lost its lease, another will lead.
+            with contextlib.suppress(StaleEpoch), ray_errors("the cluster did not stop"):
                 config = (await actor.charge.remote()).config
                 await asyncio.wait_for(actor.stop.remote(), config.drain_timeout_s + STOP_ALLOWANCE_S)
-            for slot in SLOTS:
-                await end_supervisor(slot)
-            return True
+                for slot in SLOTS:
+                    await end_actor(slot)
+                return True
         if asyncio.get_running_loop().time() > deadline:
             raise no_leader()
         await asyncio.sleep(POLL_S)
     return False
 
 
-async def end_everything() -> None:
-    """Kill all actors of the cluster, supervisors first."""
-    names = sorted(ray.util.list_named_actors(), key=lambda name: name not in SLOTS)
-    for name in names:
-        actor = find_actor(name)
-        if actor is not None:
-            ray.kill(actor)
+async def end_everything(but: str = "") -> None:
+    """Kill all actors of the cluster, supervisors first, and remove what their KV stores have left on this node.
+
+    ``but``: the caller.
+    """
+    for slot in SLOTS:
+        if slot != but:
+            await end_actor(slot)
+    await asyncio.gather(*(end_actor(name) for name in ray.util.list_named_actors() if name != but))
     for group in placement_group_table().values():
         if group["name"].startswith("worker-") and group["state"] != "REMOVED":
             remove_placement_group(get_placement_group(group["name"]))
+    remove_stale()
 
 
 async def _end_strangers(cluster: Cluster) -> None:
     """End what is left of a cluster with other settings, and is no part of this one."""
     strangers = set(ray.util.list_named_actors()) - {*SLOTS, *cluster.actor_names()}
-    for actor in map(find_actor, sorted(strangers)):
-        if actor is not None:
-            ray.kill(actor)
+    await asyncio.gather(*map(end_actor, sorted(strangers)))
 
 
 def _other(slot: str) -> str:
     return SLOTS[1 - SLOTS.index(slot)]
 
 
-async def end_supervisor(slot: str, process: NodeProcess | None = None) -> None:
-    """End a supervisor whatever state it is in. ``process``: of the one that had the slot last, if it is known: it may
-    have been stopped, and then it ends only when it is killed.
+async def end_actor(name: str, process: NodeProcess | None = None) -> None:
+    """End an actor whatever state it is in. ``process``: of the one that had the name last, if it is known: it may have
+    been stopped, and then it ends only when it is killed.
     """
-    actor = find_actor(slot)
+    actor = find_actor(name)
     if actor is not None:
         with contextlib.suppress(RayError, TimeoutError):
             process = await asyncio.wait_for(actor.process.remote(), STANDBY_CHECK_S)

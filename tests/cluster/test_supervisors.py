@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,8 +23,10 @@ from tests.cluster.ray_head import RayHead, ray_head
 from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, shared_memory, stream
 from tests.ports import free_port
 from tests.waiting import until
+from workers.config import BUNDLED_MODEL
 
 TAKE_OVER_S = 60.0
+GONE_S = 30.0
 LATE_S = SUPERVISOR_LEASE_S
 
 
@@ -34,7 +37,7 @@ class Detached:
         self.head, self._journal = head, folder / "j.db"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._flags = ("--port", str(port), "--grpc-port", str(free_port()), "--journal-path", str(self._journal))
+        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-path", str(self._journal))
         self._flags += ("--hicache-size", "0.05")
 
     async def run(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -61,6 +64,10 @@ class Detached:
 
     def workers(self) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] = httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
+        return answer
+
+    def router(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.url}/holdfast/router", timeout=20).json()
         return answer
 
     def num_pages(self) -> set[int]:
@@ -179,6 +186,29 @@ async def test_an_upgrade_to_another_page_size_and_back_costs_no_token(cluster: 
     assert (await cluster.run("stop")).returncode == 0
 
 
+async def test_what_cannot_start_is_said_and_leaves_nothing_and_force_ends_what_nobody_leads(
+    cluster: Detached, tmp_path: Path
+) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(BUNDLED_MODEL, torn)
+    for weights in torn.glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:1000])
+    failed = await cluster.serve("--model", str(torn))
+    assert failed.returncode == 1 and "\nholdfast: model.safetensors" in f"\n{failed.stderr}", failed.stderr
+    assert not cluster.head.actors()
+    alone = [*HOLDFAST, "serve", "--detach"]
+    done = await asyncio.to_thread(subprocess.run, alone, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    assert done.returncode == 1 and "detach: needs the address" in done.stderr
+    assert (await cluster.serve()).returncode == 0
+    for supervisor in cluster.head.actors("SupervisorActor"):
+        supervisor.suspend()
+    forced = await cluster.run("stop", "--force")
+    assert forced.returncode == 0, forced.stderr
+    await until(lambda: len(cluster.head.actors()) <= 2, GONE_S, "all but what is stopped to end")
+    for supervisor in cluster.head.actors():
+        supervisor.kill()
+
+
 async def _a_killed_leader_costs_nothing(cluster: Detached, client: AsyncOpenAI, calm: str) -> None:
     leader = psutil.Process(cluster.leader())
     assert await stream(client, "under a kill", 20, leader.kill) == calm
@@ -186,19 +216,24 @@ async def _a_killed_leader_costs_nothing(cluster: Detached, client: AsyncOpenAI,
 
 
 async def _a_stopped_leader_is_replaced_and_wakes_up_late(cluster: Detached) -> None:
-    leader, worker = psutil.Process(cluster.leader()), cluster.workers()[0]
+    leader, worker, router = psutil.Process(cluster.leader()), cluster.workers()[0], cluster.router()
     leader.suspend()
     try:
         psutil.Process(int(worker["pid"])).kill()
+        psutil.Process(int(router["pid"])).kill()
 
-        def is_back() -> bool:
-            names = {each["worker_id"]: each["pid"] for each in cluster.workers()}
-            return names.get(worker["worker_id"], worker["pid"]) != worker["pid"]
+        def are_back() -> bool:
+            try:
+                names = {each["worker_id"]: each["pid"] for each in cluster.workers()}
+            except httpx.HTTPError:
+                return False
+            return len(names) == 2 and names[worker["worker_id"]] != worker["pid"]
 
-        await until(is_back, START_DEADLINE_S, "the standby to start the worker again")
+        await until(are_back, START_DEADLINE_S, "the standby to start the worker and the router again")
         serving = cluster.pids()
     finally:
         leader.resume()
     await asyncio.sleep(LATE_S)
     assert cluster.pids() == serving, "it does nothing"
     assert cluster.leader() != leader.pid
+    assert cluster.router()["grpc"] == router["grpc"], "a port that was chosen stays"
