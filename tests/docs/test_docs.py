@@ -76,6 +76,7 @@ def check_server(command: str) -> None:
         return
     context = cli.commands["serve"].make_context("serve", words[2:])
     given = {key: value for key, value in context.params.items() if value not in (None, ())}
+    given.pop("detach")  # of the command, not of the configuration
     given.pop("config_file", None)
     load_config(None, given | {"model": BUNDLED_MODEL})
 
