@@ -18,6 +18,8 @@ log = logging.getLogger("holdfast.cluster")
 SUPERVISOR_LEASE_S = 5.0
 """A supervisor that does not renew its lease for this long is replaced. Turns do not wait for one."""
 BEATS_PER_LEASE = 5
+PAUSE_S = 0.5
+"""Before a supervisor stands again, so that one which cannot lead does not spin."""
 
 
 class Leadership:
@@ -90,6 +92,8 @@ async def stand(leadership: Leadership, lead: Callable[[], Awaitable[None]]) -> 
                 task.cancel()
             await asyncio.gather(leading, keeping, return_exceptions=True)
             for task in (leading, keeping):
-                if not task.cancelled() and (error := task.exception()) is not None:
+                error = None if task.cancelled() else task.exception()
+                if error is not None and not isinstance(error, StaleEpoch):
                     log.error("internal error of a supervisor; starting over", exc_info=error)
         log.warning("this supervisor leads no longer: epoch %d is over", leadership.epoch)
+        await asyncio.sleep(PAUSE_S)

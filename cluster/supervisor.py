@@ -71,11 +71,8 @@ class RouterComponent(Component, Protocol):
 class StoreComponents(Protocol):
     """The nodes' KV stores. Whether they live decides how fast sessions come back, and nothing else."""
 
-    async def adopt(self) -> None:
-        """Find those that another supervisor has started."""
-
     async def start(self) -> None:
-        """Start all. Raises HoldfastError."""
+        """Start all that are missing. Raises HoldfastError."""
 
     async def keep(self) -> None:
         """Look at all once, and start others for those that died."""
@@ -137,8 +134,6 @@ class Supervisor:
         if not any(found):
             await asyncio.gather(*(component.end() for component in (*self._workers, *self._routers)))
             return False
-        if self._stores is not None:
-            await self._stores.adopt()
         names = [c.name for c, serves in zip((*self._workers, *self._routers), found, strict=True) if serves]
         log.warning("took over %s", ", ".join(names))
         return True

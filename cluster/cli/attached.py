@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cluster.ray_backend.cluster import Charge
     from cluster.ray_backend.supervisor_actor import SupervisorState
 
-POLL_S = 0.2
 SUPERVISORS_CHECK_S = 2.0
 
 
@@ -106,9 +105,7 @@ async def _first_of(work: Any, stop: asyncio.Event) -> Any:
 
 async def _keep_supervisors(charge: Charge) -> None:
     """Start a supervisor when there is none any more: each starts another, but both may be lost at once."""
-    from ray.exceptions import RayError
-
-    from cluster.ray_backend.processes import find_actor
+    from cluster.ray_backend.processes import answer_of, find_actor
     from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor
 
     while True:
@@ -120,8 +117,7 @@ async def _keep_supervisors(charge: Charge) -> None:
             if supervisor is None:
                 await start_supervisor(charge, SLOTS[0], charge.node)
                 continue
-            with contextlib.suppress(RayError, TimeoutError):
-                charge = await asyncio.wait_for(supervisor.charge.remote(), SUPERVISORS_CHECK_S)  # upgrades change it
+            charge = await answer_of(supervisor.charge.remote()) or charge  # an upgrade changes it
         except HoldfastError as error:
             print(f"holdfast: no supervisor runs: {error.message}", file=sys.stderr)
 
@@ -129,15 +125,8 @@ async def _keep_supervisors(charge: Charge) -> None:
 async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
     """Returns when the cluster serves. Raises HoldfastError; a cluster that was started here has ended then."""
     from cluster.ray_backend.cluster import Charge
-    from cluster.ray_backend.processes import find_actor
-    from cluster.ray_backend.supervisor_actor import (
-        LEADER_WAIT_S,
-        SLOTS,
-        find_leader,
-        no_leader,
-        start_supervisor,
-        stop_cluster,
-    )
+    from cluster.ray_backend.processes import answer_of, find_actor
+    from cluster.ray_backend.supervisor_actor import SLOTS, no_leader, start_supervisor, stop_cluster, wait_until_ready
 
     supervisors = [actor for actor in map(find_actor, SLOTS) if actor is not None]
     starts = not supervisors
@@ -145,22 +134,19 @@ async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
         charge = Charge.new(config)
         await start_supervisor(charge, SLOTS[0], charge.node)
     else:
-        charge = await supervisors[0].charge.remote()
+        answers = await asyncio.gather(*(answer_of(supervisor.charge.remote()) for supervisor in supervisors))
+        charges = [answer for answer in answers if answer is not None]
+        if not charges:
+            raise no_leader()
+        charge = charges[0]
         _check_same(config, charge.config)
         print("holdfast: the cluster runs already; attached to it", file=sys.stderr)
-    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
-    while True:
-        found = await find_leader()
-        if found is not None and found[1].ready:
-            return charge, found[1]
-        if found is not None and found[1].error is not None and starts:
+    try:
+        return charge, await wait_until_ready()
+    except HoldfastError:
+        if starts:
             await stop_cluster()
-            raise found[1].error
-        if found is not None:
-            deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S  # it starts, within a deadline of its own
-        elif asyncio.get_running_loop().time() > deadline:
-            raise no_leader()
-        await asyncio.sleep(POLL_S)
+        raise
 
 
 def _check_same(given: Config, running: Config) -> None:

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
+from cluster.ray_backend.processes import actor_options, answer_of, end_on_node, find_actor, living_nodes, ray_errors
 from holdfast.processes import NodeProcess
 from holdfast.tls import STORE, Identity
 from workers.serving.actor import KVStoreActor, ServingStore
@@ -65,27 +65,11 @@ class NodeStores:
         """Of all nodes' stores, as Ray knows them."""
         return [_actor_name(node) for node in living_nodes()]
 
-    async def adopt(self) -> None:
-        """Find the stores that another supervisor has started."""
-        for node in living_nodes():
-            actor = find_actor(_actor_name(node))
-            if actor is None:
-                continue
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    self._processes[node], serving = await asyncio.gather(
-                        actor.process.remote(), actor.serving.remote()
-                    )
-            except (RayError, TimeoutError):
-                serving = None
-            self._actors[node] = actor
-            if serving is None or serving.folder != node_folder(self._folder, node):
-                await self._end(node, actor)
-            else:
-                self._serves(node, serving)
-
     async def start(self) -> None:
-        """Start a store on every node that has none, and whose size is known. Raises HoldfastError."""
+        """Start a store on every node that has none, and whose size is known: those of another supervisor are kept.
+
+        Raises HoldfastError.
+        """
         await asyncio.gather(*(self._start(node) for node in living_nodes() - self._actors.keys()))
         await self._introduce()
 
@@ -124,6 +108,9 @@ class NodeStores:
         await self._start(node)
 
     async def _start(self, node: str) -> None:
+        found = find_actor(_actor_name(node))
+        if found is not None and await self._adopt(node, found):
+            return
         # Once known, it stays: a worker may be restarting when its node's store is.
         num_bytes = self._sizes[node] = self._sizes.get(node) or self._size_of(node)
         if not num_bytes:
@@ -135,10 +122,24 @@ class NodeStores:
             actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote(
                 node_folder(self._folder, node), num_bytes, *self._given
             )
-            self._processes[node] = await actor.process.remote()
             self._actors[node] = actor
+            self._processes[node] = await actor.process.remote()
             await actor.use_identity.remote(self._issue(STORE))
             self._serves(node, await actor.start.remote())
+
+    async def _adopt(self, node: str, actor: Any) -> bool:
+        """Keep a store that another supervisor has started, if it serves; else end it."""
+        self._actors[node] = actor
+        process = await answer_of(actor.process.remote(), SILENCE_S)
+        if process is not None:
+            self._processes[node] = process
+        serving = await answer_of(actor.serving.remote(), SILENCE_S)
+        if serving is None or serving.folder != node_folder(self._folder, node):
+            await self._end(node, actor)
+            return False
+        await answer_of(actor.use_identity.remote(self._issue(STORE)), SILENCE_S)
+        self._serves(node, serving)
+        return True
 
     def _serves(self, node: str, store: ServingStore) -> None:
         self._sizes[node], self._addresses[node] = store.num_bytes, (store.node, store.address)

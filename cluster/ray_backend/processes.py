@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import psutil
@@ -25,8 +25,9 @@ END_GRACE_S = 1.0
 """Most processes end when Ray asks them to; stopped or hanging ones do not."""
 END_TIMEOUT_S = 10.0
 PROBES_PER_LEASE = 8
-ADOPT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """What does not answer another supervisor for this long is started again."""
+T = TypeVar("T")
 
 
 def find_actor(name: str) -> Any:
@@ -35,6 +36,13 @@ def find_actor(name: str) -> Any:
         return ray.get_actor(name)
     except ValueError:
         return None
+
+
+async def answer_of(call: Awaitable[T], timeout_s: float = ANSWER_TIMEOUT_S) -> T | None:
+    """What an actor answers; None: it is dead, does not answer in time, or raised."""
+    with contextlib.suppress(RayError, TimeoutError):
+        return await asyncio.wait_for(call, timeout_s)
+    return None
 
 
 def actor_options(name: str, *, detached: bool) -> dict[str, Any]:
@@ -48,13 +56,18 @@ def living_nodes() -> set[str]:
 
 
 async def end_on_node(process: NodeProcess) -> None:
-    """``end_process`` on the process's node, which is alive. Raises TimeoutError."""
+    """``end_process`` on the process's node, which is alive. Raises HoldfastError."""
     if process.node_id == ray.get_runtime_context().get_node_id():
         await asyncio.to_thread(end_process, process.pid, process.created)
         return
     there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
     task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
-    await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)
+    failed = f"process {process.pid} on node {process.node_id[:8]} was not ended"
+    try:
+        with ray_errors(failed):
+            await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)
+    except TimeoutError:
+        raise HoldfastError(f"{failed} within {END_TIMEOUT_S} s") from None
 
 
 def end_process(pid: int, created: float) -> None:

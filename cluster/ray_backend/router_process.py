@@ -13,8 +13,8 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_backend.processes import (
-    ADOPT_TIMEOUT_S,
     actor_options,
+    answer_of,
     death_of,
     end_on_node,
     find_actor,
@@ -56,12 +56,8 @@ class RouterProcess:
         self._actor = find_actor(self.actor_name)
         if self._actor is None:
             return False
-        try:
-            async with asyncio.timeout(ADOPT_TIMEOUT_S):
-                self._process = await self._actor.process.remote()
-                serving = await self._actor.serving.remote()
-        except (RayError, TimeoutError):
-            return False
+        self._process = await answer_of(self._actor.process.remote())
+        serving = await answer_of(self._actor.serving.remote())
         if serving is not None and self._has_settings(*serving):
             self._serves(*serving[1])
         return self.serves

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import Config
 from cluster.leadership import Leadership, stand
 from cluster.ray_backend.cluster import Charge, Cluster
-from cluster.ray_backend.processes import actor_options, end_on_node, find_actor, living_nodes, ray_errors
-from holdfast.errors import HoldfastError, StaleEpoch
+from cluster.ray_backend.processes import actor_options, answer_of, end_on_node, find_actor, living_nodes, ray_errors
+from holdfast.errors import HoldfastError, NoWorkerAvailable, StaleEpoch
 from holdfast.processes import NodeProcess
 from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
 from workers.store.folders import remove_stale
@@ -37,6 +38,8 @@ POLL_S = 0.2
 LEADER_WAIT_S = 20.0
 """How long no supervisor may lead: some leases, and the start of an actor."""
 STOP_ALLOWANCE_S = 60.0
+EXIT_S = 1.0
+"""Until a supervisor that has stopped its cluster ends itself: its answer is sent by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ class SupervisorActor:
         self._standing = asyncio.create_task(stand(self._leadership, self._lead))
 
     async def state(self) -> SupervisorState:
-        return self._state if self._leadership.is_valid else SupervisorState()
+        if not self._leadership.is_valid:
+            return SupervisorState()
+        return self._state if self._state.epoch else SupervisorState(self._leadership.epoch)
 
     async def charge(self) -> Charge:
         return self._charge
@@ -84,16 +89,17 @@ class SupervisorActor:
         self._charge = charge
 
     async def upgrade(self, config: Config) -> None:
-        """Start workers with these settings from now on. Raises StaleEpoch if another leads."""
+        """Start workers with these settings from now on. Raises StaleEpoch if another leads, NoWorkerAvailable."""
         self._leadership.check()
-        assert self._cluster is not None, "it leads"
+        if self._cluster is None:
+            raise NoWorkerAvailable("the cluster does not serve yet; upgrade it when it does")
         await self._tell_all(replace(self._charge, config=config, before=self._charge.config))
         self._cluster.reconfigure(config)
 
     async def stop(self) -> None:
         """Stop the cluster, and whoever stands by. Raises StaleEpoch if another leads."""
         self._leadership.check()
-        cluster, self._cluster = self._cluster, None
+        cluster = self._cluster
         self._standing.cancel()
         await asyncio.gather(self._standing, return_exceptions=True)
         await end_actor(_other(self._slot), self._partner)
@@ -102,44 +108,48 @@ class SupervisorActor:
         await end_everything(but=self._slot)  # also what was just being started
         await self._leadership.give_up()
         await self._leases.close()
+        # Nobody may be left to end this process: whoever asked for the stop may be gone.
+        asyncio.get_running_loop().call_later(EXIT_S, os._exit, 0)
 
     async def _tell_all(self, charge: Charge) -> None:
         """Both supervisors lead with this from now on: first the one that stands by."""
         standby = find_actor(_other(self._slot))
         if standby is not None:
-            try:
-                await asyncio.wait_for(standby.know.remote(charge), SILENCE_S)
-            except (RayError, TimeoutError):
-                log.warning("%s does not answer; it is replaced, and told then", _other(self._slot))
+            await answer_of(standby.know.remote(charge), SILENCE_S)  # else it is replaced, and told then
         self._charge = charge
 
     async def _lead(self) -> None:
         """Run the cluster until cancelled."""
-        self._cluster = cluster = Cluster(self._charge, self._leadership)
         standby = asyncio.create_task(self._keep_standby())
         try:
-            await self._take_over(cluster)
+            self._cluster = cluster = await self._take_over()
+            await self._tell_all(replace(self._charge, ports=cluster.ports))
+            self._state = SupervisorState(
+                self._leadership.epoch, True, None, tuple(cluster.urls), tuple(cluster.grpc_urls)
+            )
             await asyncio.Future()
         finally:
             standby.cancel()
-            await cluster.leave()
             self._state = SupervisorState()
+            if self._cluster is not None:
+                await self._cluster.leave()
+                self._cluster = None
 
-    async def _take_over(self, cluster: Cluster) -> None:
-        epoch = self._leadership.epoch
+    async def _take_over(self) -> Cluster:
+        """Returns the cluster when it serves."""
         while True:
             self._leadership.check()
             try:
+                # Another each time: what the last attempt has started is found as what another supervisor has.
+                cluster = Cluster(self._charge, self._leadership)
                 await _end_strangers(cluster)
                 await cluster.take_over()
             except HoldfastError as error:
                 log.error("the cluster does not start: %s", error)
-                self._state = SupervisorState(epoch, error=error)
+                self._state = SupervisorState(self._leadership.epoch, error=error)
                 await asyncio.sleep(RETRY_S)
             else:
-                await self._tell_all(replace(self._charge, ports=cluster.ports))
-                self._state = SupervisorState(epoch, True, None, tuple(cluster.urls), tuple(cluster.grpc_urls))
-                return
+                return cluster
 
     async def _keep_standby(self) -> None:
         """Start another supervisor when there is none, or when it does not answer."""
@@ -148,12 +158,10 @@ class SupervisorActor:
             await asyncio.sleep(STANDBY_CHECK_S)
             try:
                 standby = find_actor(other)
-                try:
-                    if standby is not None:
-                        self._partner = await asyncio.wait_for(standby.process.remote(), SILENCE_S)
-                        continue
-                except (RayError, TimeoutError):
-                    log.warning("%s does not answer; starting another", other)
+                process = await answer_of(standby.process.remote(), SILENCE_S) if standby is not None else None
+                if process is not None:
+                    self._partner = process
+                    continue
                 self._leadership.check()
                 await end_actor(other, self._partner)
                 this = NodeProcess.this(ray.get_runtime_context().get_node_id())
@@ -190,17 +198,30 @@ async def find_leader() -> tuple[Any, SupervisorState] | None:
         actor = find_actor(slot)
         if actor is None:
             continue
-        try:
-            state: SupervisorState = await asyncio.wait_for(actor.state.remote(), STANDBY_CHECK_S)
-        except (RayError, TimeoutError):
-            continue
-        if state.epoch:
+        state: SupervisorState | None = await answer_of(actor.state.remote(), STANDBY_CHECK_S)
+        if state is not None and state.epoch:
             return actor, state
     return None
 
 
 def no_leader() -> HoldfastError:
     return HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; `holdfast stop --force` kills everything")
+
+
+async def wait_until_ready() -> SupervisorState:
+    """Returns when the cluster serves. Raises the HoldfastError for which it does not start."""
+    loop = asyncio.get_running_loop()
+    led_at = loop.time()
+    while loop.time() < led_at + LEADER_WAIT_S:
+        found = await find_leader()
+        if found is not None:
+            led_at, (_, state) = loop.time(), found
+            if state.error is not None:
+                raise state.error
+            if state.ready:
+                return state
+        await asyncio.sleep(POLL_S)
+    raise no_leader()
 
 
 async def stop_cluster() -> bool:
@@ -254,8 +275,7 @@ async def end_actor(name: str, process: NodeProcess | None = None) -> None:
     """
     actor = find_actor(name)
     if actor is not None:
-        with contextlib.suppress(RayError, TimeoutError):
-            process = await asyncio.wait_for(actor.process.remote(), STANDBY_CHECK_S)
+        process = await answer_of(actor.process.remote(), STANDBY_CHECK_S) or process
         ray.kill(actor)
     if process is not None and process.node_id in living_nodes():
         await end_on_node(process)

@@ -10,14 +10,14 @@ from typing import Any
 
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.exceptions import ActorAlreadyExistsError
 from ray.util import get_placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ray_backend.processes import (
-    ADOPT_TIMEOUT_S,
     actor_options,
+    answer_of,
     death_of,
     end_on_node,
     find_actor,
@@ -71,22 +71,15 @@ class WorkerGroup:
 
     async def adopt(self) -> bool:
         """Find the incarnation that another supervisor has started. Returns whether it serves, with its settings."""
-        self._actors = self._find_actors()
-        self._placement = self._find_placement()
-        try:
-            async with asyncio.timeout(ADOPT_TIMEOUT_S):
-                self._processes = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
-                serving = await asyncio.gather(*(actor.serving.remote() for actor in self._actors))
-        except (RayError, TimeoutError):
+        self._actors, self._placement = self._find_actors(), self._find_placement()
+        # Of each that answers, so that ``end`` ends it whatever the others do.
+        processes = await asyncio.gather(*(answer_of(actor.process.remote()) for actor in self._actors))
+        self._processes = [process for process in processes if process is not None]
+        serving = await asyncio.gather(*(answer_of(actor.serving.remote()) for actor in self._actors))
+        ranks = [rank for rank in serving if rank is not None and rank.config in (self._config, self._before)]
+        if len(ranks) != self.size or len({rank.incarnation for rank in ranks}) != 1 or self._placement is None:
             return False
-        whole = len(serving) == self.size and None not in serving and len({rank.incarnation for rank in serving}) == 1
-        if (
-            not whole
-            or self._placement is None
-            or any(rank.config not in (self._config, self._before) for rank in serving)
-        ):
-            return False
-        self._serves(serving)
+        self._serves(ranks)
         return True
 
     def reconfigure(self, config: EngineConfig) -> None:

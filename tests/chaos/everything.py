@@ -31,7 +31,7 @@ from cluster.chaos.run import Chaos
 from cluster.config import Config
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
-from cluster.ray_backend.supervisor_actor import SLOTS, SupervisorState, find_leader, start_supervisor, stop_cluster
+from cluster.ray_backend.supervisor_actor import SLOTS, find_leader, start_supervisor, stop_cluster, wait_until_ready
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
@@ -41,7 +41,7 @@ CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 SUPERVISOR_STOPS_S = (2.0, 8.0)
 """Shorter and longer than its lease."""
-START_DEADLINE_S, READY_POLL_S = 120.0, 0.2
+START_DEADLINE_S, LEADER_POLL_S = 120.0, 0.2
 RANKS_A_NODE = 2
 RENEW_S = 5.0
 """From one renewal of all certificates to the next."""
@@ -161,7 +161,7 @@ async def _play(
     try:
         charge = replace(Charge.new(config), renew_s=RENEW_S)
         await start_supervisor(charge, SLOTS[0], charge.node)
-        chaos = Chaos(list((await _ready()).urls), seed, others)
+        chaos = Chaos(list((await asyncio.wait_for(wait_until_ready(), START_DEADLINE_S)).urls), seed, others)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         return (await chaos.run(num_faults)).as_dict()
     finally:
@@ -172,20 +172,10 @@ async def _play(
             node.kill()
 
 
-async def _ready() -> SupervisorState:
-    """Returns when the cluster serves."""
-    async with asyncio.timeout(START_DEADLINE_S):
-        while True:
-            found = await find_leader()
-            if found is not None and found[1].ready:
-                return found[1]
-            await asyncio.sleep(READY_POLL_S)
-
-
 async def _fail_supervisor(stops_s: float) -> None:
     """Kill the one that leads, or stop it. Within the lease it leads on; later it finds another that leads."""
     while (found := await find_leader()) is None:
-        await asyncio.sleep(READY_POLL_S)
+        await asyncio.sleep(LEADER_POLL_S)
     pid = (await found[0].process.remote()).pid
     with suppress(ProcessLookupError):
         if not stops_s:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from cluster.authority import Authority
 from cluster.leadership import SUPERVISOR_LEASE_S
 from tests.cluster.ray_head import RayHead, ray_head
 from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, shared_memory, stream
@@ -27,6 +28,7 @@ from workers.config import BUNDLED_MODEL
 
 TAKE_OVER_S = 60.0
 GONE_S = 30.0
+STANDS_S = 1.0
 LATE_S = SUPERVISOR_LEASE_S
 
 
@@ -182,6 +184,39 @@ async def test_an_upgrade_to_another_page_size_and_back_costs_no_token(cluster: 
     ):
         refused = await cluster.run("upgrade", *flags)
         assert refused.returncode == 1 and message in refused.stderr, refused.stderr
+    assert cluster.pids() == started
+    assert (await cluster.run("stop")).returncode == 0
+
+
+async def test_a_leader_that_dies_while_it_starts_the_cluster_is_replaced(cluster: Detached) -> None:
+    starting = asyncio.create_task(cluster.serve())
+
+    def is_starting() -> bool:
+        return len(cluster.head.actors("SupervisorActor")) == 2 and len(cluster.head.actors("RankActor")) == 2
+
+    await until(is_starting, START_DEADLINE_S, "its processes")
+    await asyncio.sleep(STANDS_S)
+    psutil.Process(cluster.leader()).kill()
+    done = await starting
+    assert done.returncode == 0 and f"ready: {cluster.url} " in done.stdout, done.stderr
+    assert len(cluster.workers()) == 2
+    assert (await cluster.run("stop")).returncode == 0
+
+
+async def test_with_an_authority_of_one_s_own_all_supervisors_may_be_lost(cluster: Detached, tmp_path: Path) -> None:
+    sealed = Authority(name="ours").sealed()
+    (tmp_path / "ca.pem").write_bytes(sealed.certificate)
+    (tmp_path / "ca.key").write_bytes(sealed.key)
+    ours = ("--tls-ca", "ca.pem", "--tls-cert", "ca.pem", "--tls-key", "ca.key")
+    flags = [str(tmp_path / word) if word.startswith("ca.") else word for word in ours]
+    assert (await cluster.serve(*flags)).returncode == 0
+    started = cluster.pids()
+    await until(lambda: len(cluster.head.actors("SupervisorActor")) == 2, TAKE_OVER_S, "two supervisors")
+    for supervisor in cluster.head.actors("SupervisorActor"):
+        supervisor.kill()
+    again = await cluster.serve(*flags)
+    assert again.returncode == 0, again.stderr
+    await asyncio.sleep(LATE_S)
     assert cluster.pids() == started
     assert (await cluster.run("stop")).returncode == 0
 

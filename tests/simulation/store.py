@@ -162,9 +162,6 @@ class Stores:
     def processes(self) -> list[Process]:
         return [node.process for node in self._nodes if node.process is not None]
 
-    async def adopt(self) -> None:
-        """All supervisors know them."""
-
     async def start(self) -> None:
         for node in self._nodes:
             await node.keep()

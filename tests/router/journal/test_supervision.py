@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
-LEASE_S = 0.6
+LEASE_S, LONG_S, SHORT_S = 0.6, 600.0, 0.2
 WAIT_S = 20.0
 
 
@@ -47,17 +46,17 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 async def test_one_has_the_lease_until_it_expires(open_store: Callable[[], LeaseStore]) -> None:
     one, other = open_store(), open_store()
-    assert await one.acquire("a", LEASE_S) == 1
-    assert await other.acquire("b", LEASE_S) is None
-    assert await one.renew("a", LEASE_S) and not await other.renew("b", LEASE_S)
-    assert await one.acquire("a", LEASE_S) == 2, "who starts over has another epoch"
-    await asyncio.sleep(LEASE_S + 0.1)
-    assert await other.acquire("b", LEASE_S) == 3
-    assert not await one.renew("a", LEASE_S), "it woke up late"
+    assert await one.acquire("a", LONG_S) == 1
+    assert await other.acquire("b", LONG_S) is None
+    assert await one.renew("a", LONG_S) and not await other.renew("b", LONG_S)
+    assert await one.acquire("a", SHORT_S) == 2, "who starts over has another epoch"
+    await asyncio.sleep(2 * SHORT_S)
+    assert await other.acquire("b", LONG_S) == 3
+    assert not await one.renew("a", LONG_S), "it woke up late"
     await one.give_up("a")
-    assert await one.acquire("a", LEASE_S) is None, "what is another's cannot be given up"
+    assert await one.acquire("a", LONG_S) is None, "what is another's cannot be given up"
     await other.give_up("b")
-    assert await one.acquire("a", LEASE_S) == 4
+    assert await one.acquire("a", LONG_S) == 4
 
 
 async def test_a_leader_stops_when_it_cannot_prove_its_lease(own_redis: RedisServer) -> None:
@@ -78,16 +77,14 @@ async def test_a_leader_stops_when_it_cannot_prove_its_lease(own_redis: RedisSer
     try:
         await until(lambda: len(led) == 1, WAIT_S, "one of them to lead")
         first = one if led == ["a"] else other
-        first[0].check()
         own_redis.kill()
-        killed_at = time.monotonic()
+        epoch = max(one[0].epoch, other[0].epoch)
         await until(lambda: not led, WAIT_S, "it to stop")
-        assert time.monotonic() - killed_at >= 0.5 * LEASE_S, "it had its lease until then"
         with pytest.raises(StaleEpoch):
             first[0].check()
         own_redis.start()
         await until(lambda: len(led) == 1, WAIT_S, "one of them to lead again")
-        assert max(one[0].epoch, other[0].epoch) == 2
+        assert max(one[0].epoch, other[0].epoch) > epoch
     finally:
         for _, task in (one, other):
             task.cancel()
