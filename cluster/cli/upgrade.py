@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from cluster.cli.attached import joined
+from cluster.cli.client import get_rows
 from cluster.cli.nodes import restart_all
 from cluster.cli.serve import config_flags
 from cluster.config import Config, load_config
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, NoWorkerAvailable
 
 
 @click.command()
@@ -32,11 +33,11 @@ def upgrade(config_file: Path | None, timeout_s: float, as_key: str | None, as_j
     given = load_config(config_file, {k: v for k, v in flags.items() if v not in (None, ())})
     if given.address is None:
         raise ConfigError("address: name the Ray cluster; one that `holdfast serve` started without is restarted")
-    url, start_timeout_s = asyncio.run(_reconfigure(given))
+    url, start_timeout_s = asyncio.run(_reconfigure(given, as_key))
     restart_all(url, as_key, start_timeout_s, timeout_s, as_json=as_json)
 
 
-async def _reconfigure(given: Config) -> tuple[str, float]:
+async def _reconfigure(given: Config, as_key: str | None) -> tuple[str, float]:
     """Have workers that start from now on have the settings. Returns a router's URL, and a start's deadline."""
     async with joined(given):
         from cluster.ray_backend.cluster import check_upgrade
@@ -47,10 +48,14 @@ async def _reconfigure(given: Config) -> tuple[str, float]:
         if found is None:
             raise no_leader()
         actor, state = found
+        if not state.ready:
+            raise NoWorkerAvailable("the cluster does not serve yet; upgrade it when it does")
         with ray_errors("the settings were not changed"):
             running = (await actor.charge.remote()).config
             changes = {name: getattr(given, name) for name in given.model_fields_set if name != "address"}
             wanted = running.model_copy(update=changes).with_whole_paths()
             check_upgrade(running, wanted)
+            # Who may not restart workers changes nothing.
+            await asyncio.to_thread(get_rows, state.urls[0], "/holdfast/workers", as_key)
             await actor.upgrade.remote(wanted)
         return state.urls[0], running.start_timeout_s

@@ -203,7 +203,10 @@ async def test_a_leader_that_dies_while_it_starts_the_cluster_is_replaced(cluste
     assert (await cluster.run("stop")).returncode == 0
 
 
-async def test_with_an_authority_of_one_s_own_all_supervisors_may_be_lost(cluster: Detached, tmp_path: Path) -> None:
+async def test_with_an_authority_of_one_s_own_all_supervisors_may_be_lost(
+    cluster: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ADMIN_API_KEYS", "secret")
     sealed = Authority(name="ours").sealed()
     (tmp_path / "ca.pem").write_bytes(sealed.certificate)
     (tmp_path / "ca.key").write_bytes(sealed.key)
@@ -218,6 +221,10 @@ async def test_with_an_authority_of_one_s_own_all_supervisors_may_be_lost(cluste
     assert again.returncode == 0, again.stderr
     await asyncio.sleep(LATE_S)
     assert cluster.pids() == started
+    refused = await cluster.run("upgrade", "--page-size", "4")
+    assert refused.returncode == 1 and "answered 401" in refused.stderr, refused.stderr
+    again = await cluster.serve(*flags)
+    assert again.returncode == 0, f"the settings have changed: {again.stderr}"
     assert (await cluster.run("stop")).returncode == 0
 
 

@@ -118,8 +118,9 @@ ROUTERS_COMMANDS = {
     "chat": (USER, ["--max-tokens", "2"]),
     "bench": (USER, ["--sessions", "1", "--turns", "1", "--output-tokens", "2"]),
 }
-LOCAL_COMMANDS = {"serve", "join", "keys", "chaos"}
-"""What they do needs no router's permission: they start processes, or read and write files."""
+LOCAL_COMMANDS = {"serve", "stop", "upgrade", "join", "keys", "chaos"}
+"""What they do needs no router's permission: they start and end processes on Ray, whose access is Ray's, or read and
+write files. ``upgrade`` restarts workers as ``restart`` does: test_supervisors asks it without a key."""
 
 
 async def test_every_command_asks_for_its_role(doors: tuple[Harness, dict[str, str]]) -> None:
