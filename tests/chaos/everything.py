@@ -31,6 +31,7 @@ from cluster.chaos.run import Chaos
 from cluster.config import Config
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
+from cluster.ray_backend.processes import answer_of
 from cluster.ray_backend.supervisor_actor import SLOTS, find_leader, start_supervisor, stop_cluster, wait_until_ready
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
@@ -67,10 +68,13 @@ class Node:
         command = [*HOLDFAST, "join", address, *self._options]
         if self.host is not None:
             command = self.host.command(*command, "--node-ip-address", self.host.address)
-        with self._log.open("ab") as log:
-            while True:
-                self._process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=STDOUT)
-                await self._process.wait()
+        try:
+            with self._log.open("ab") as log:
+                while True:
+                    self._process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=STDOUT)
+                    await self._process.wait()
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """As when a machine loses power: every process of it, at once."""
@@ -165,18 +169,23 @@ async def _play(
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         return (await chaos.run(num_faults)).as_dict()
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await stop_cluster()
-        for node in nodes:
-            node.kill()
+        try:
+            await stop_cluster()
+        finally:  # else they would run on: a node's processes do not need the head
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
 
 
 async def _fail_supervisor(stops_s: float) -> None:
     """Kill the one that leads, or stop it. Within the lease it leads on; later it finds another that leads."""
-    while (found := await find_leader()) is None:
+    while True:
+        found = await find_leader()
+        process = await answer_of(found[0].process.remote()) if found is not None else None
+        if process is not None:
+            break
         await asyncio.sleep(LEADER_POLL_S)
-    pid = (await found[0].process.remote()).pid
+    pid = process.pid
     with suppress(ProcessLookupError):
         if not stops_s:
             os.kill(pid, signal.SIGKILL)
