@@ -10,9 +10,16 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray_backend.processes import actor_options, answer_of, end_on_node, find_actor, living_nodes, ray_errors
+from cluster.ray_backend.processes import (
+    actor_options,
+    answer_of,
+    end_on_node,
+    find_actor,
+    living_nodes,
+    on_node,
+    ray_errors,
+)
 from holdfast.processes import NodeProcess
 from holdfast.tls import STORE, Identity
 from workers.serving.actor import KVStoreActor, ServingStore
@@ -115,11 +122,10 @@ class NodeStores:
         num_bytes = self._sizes[node] = self._sizes.get(node) or self._size_of(node)
         if not num_bytes:
             return
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class: Any = KVStoreActor
         options = actor_options(_actor_name(node), detached=self._detached)
         with ray_errors(f"the KV store of node {node[:8]} did not start"):
-            actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote(
+            actor = actor_class.options(num_cpus=0, scheduling_strategy=on_node(node), **options).remote(
                 node_folder(self._folder, node), num_bytes, *self._given
             )
             self._actors[node] = actor

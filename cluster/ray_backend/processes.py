@@ -55,13 +55,21 @@ def living_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def on_node(node: str, *, or_elsewhere: bool = False) -> NodeAffinitySchedulingStrategy:
+    """Where an actor starts: on that node; with ``or_elsewhere``, on another once that one is lost.
+
+    Ray's own choice between the two (``soft``) is a random node's, and one that has just joined may not know of the
+    living node yet. What fails for that reason is tried again.
+    """
+    return NodeAffinitySchedulingStrategy(node, soft=or_elsewhere and node not in living_nodes())
+
+
 async def end_on_node(process: NodeProcess) -> None:
     """``end_process`` on the process's node, which is alive. Raises HoldfastError."""
     if process.node_id == ray.get_runtime_context().get_node_id():
         await asyncio.to_thread(end_process, process.pid, process.created)
         return
-    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
+    task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=on_node(process.node_id))
     failed = f"process {process.pid} on node {process.node_id[:8]} was not ended"
     try:
         with ray_errors(failed):

@@ -10,7 +10,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_backend.processes import (
     actor_options,
@@ -20,6 +19,7 @@ from cluster.ray_backend.processes import (
     find_actor,
     first_of,
     living_nodes,
+    on_node,
     ray_errors,
     unanswered_for,
 )
@@ -63,7 +63,7 @@ class RouterProcess:
         return self.serves
 
     async def start(self, workers: list[WorkerAddress], epoch: int) -> None:
-        there = NodeAffinitySchedulingStrategy(self._node, soft=self.config.journal_url is not None)
+        there = on_node(self._node, or_elsewhere=self.config.journal_url is not None)
         options = actor_options(self.actor_name, detached=self._detached)
         actor_class: Any = RouterActor
         with ray_errors(f"{self.name} did not start"):

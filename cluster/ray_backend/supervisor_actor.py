@@ -15,14 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import Config
 from cluster.leadership import Leadership, stand
 from cluster.ray_backend.cluster import Charge, Cluster
-from cluster.ray_backend.processes import actor_options, answer_of, end_on_node, find_actor, living_nodes, ray_errors
+from cluster.ray_backend.processes import (
+    actor_options,
+    answer_of,
+    end_on_node,
+    find_actor,
+    living_nodes,
+    on_node,
+    ray_errors,
+)
 from holdfast.errors import HoldfastError, NoWorkerAvailable, StaleEpoch
 from holdfast.processes import NodeProcess
 from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
@@ -35,6 +42,8 @@ SILENCE_S = 15.0
 """A standby that does not answer for this long is replaced."""
 RETRY_S = 1.0
 POLL_S = 0.2
+KNOWN_S = 10.0
+"""All nodes know of each other within this time."""
 LEADER_WAIT_S = 20.0
 """How long no supervisor may lead: some leases, and the start of an actor."""
 STOP_ALLOWANCE_S = 60.0
@@ -179,17 +188,22 @@ class SupervisorActor:
 
 async def start_supervisor(charge: Charge, slot: str, node: str, partner: NodeProcess | None = None) -> Any:
     """Start a supervisor on a node. Returns its actor. Raises HoldfastError."""
-    there = NodeAffinitySchedulingStrategy(node, soft=charge.config.journal_url is not None)
     actor_class: Any = SupervisorActor
     options = actor_options(slot, detached=True)
-    with ray_errors("a supervisor did not start"):
-        actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote()
-        try:
-            await actor.serve.remote(charge, slot, partner)
-        except RayError:
-            ray.kill(actor)
-            raise
-    return actor
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + KNOWN_S
+    while True:
+        there = on_node(node, or_elsewhere=charge.config.journal_url is not None)
+        with ray_errors("a supervisor did not start"):
+            actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote()
+            try:
+                await actor.serve.remote(charge, slot, partner)
+                return actor
+            except RayError as error:
+                ray.kill(actor)
+                if not isinstance(error, ActorUnschedulableError) or loop.time() > deadline:
+                    raise
+        await asyncio.sleep(POLL_S)
 
 
 async def find_leader() -> tuple[Any, SupervisorState] | None:

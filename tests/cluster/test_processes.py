@@ -1,4 +1,4 @@
-"""Leases: which silence means that a process is lost."""
+"""Leases: which silence means that a process is lost. Where a process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from ray.exceptions import RayError
 
-from cluster.ray_backend.processes import unanswered_for
+from cluster.ray_backend import processes
+from cluster.ray_backend.processes import on_node, unanswered_for
 
 LEASE_S = 0.5
 
@@ -57,3 +58,13 @@ async def test_a_process_that_was_stopped_treats_no_peer_as_silent() -> None:
     stopped = asyncio.create_task(stop())
     assert not await is_silent(answered.wait, 4 * LEASE_S)
     await stopped
+
+
+def test_a_process_starts_elsewhere_only_when_its_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "ab" * 28
+    living = {here}
+    monkeypatch.setattr(processes, "living_nodes", lambda: living)
+    assert not on_node(here, or_elsewhere=True).soft, "a node that has just joined may not know of it: not elsewhere"
+    living.clear()
+    assert on_node(here, or_elsewhere=True).soft
+    assert not on_node(here).soft, "its journal is a file there"
