@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ RAY_SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_initial_delay_ms": "500",
 }
+HANGING_AFTER_TIMEOUT_S = 120
+"""A test that failed at its ``--timeout`` has ended by then, or it waits for a thread that never ends."""
 
 os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported: it is compiled, or interpreted, for good
 
@@ -55,3 +59,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # stable: within a file nothing moves
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process, which is reported as a failure of the test, where a timeout does not end the test."""
+    timeout = item.config.getoption("timeout")
+    if not timeout:
+        return (yield)
+    timer = threading.Timer(timeout + HANGING_AFTER_TIMEOUT_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
