@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 from typing import Any
 
+import psutil
 import ray
 
 from cluster.config import Config
 from cluster.ray_backend.nodes import prepare_environment
-from holdfast.errors import ConfigError
+from cluster.ray_backend.processes import END_TIMEOUT_S
+from holdfast.errors import ConfigError, HoldfastError
 
+log = logging.getLogger("holdfast.cluster")
 NAMESPACE = "holdfast"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """The object store carries only addresses and settings: tokens go over gRPC."""
 CONNECT_TIMEOUT_S = 5.0
+STARTS = 3
+TOO_SLOW = "timed out during startup"
 
 
 def connect(config: Config) -> None:
-    """Join the Ray cluster at ``config.address``, or start one on this machine. Raises ConfigError."""
+    """Join the Ray cluster at ``config.address``, or start one on this machine. Raises ConfigError, HoldfastError."""
     prepare_environment()
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
     if config.log_format == "json":
@@ -30,7 +36,7 @@ def connect(config: Config) -> None:
     if config.address is not None:
         _join(config.address, common)
         return
-    ray.init(
+    _start(
         # Without it, Ray would join any cluster that it finds on this machine.
         address="local",
         # Logical CPUs: one for each rank, however many cores there are.
@@ -44,6 +50,29 @@ def connect(config: Config) -> None:
     if config.device == "cuda" and num_gpus < num_ranks:
         ray.shutdown()
         raise ConfigError(f"device: cuda needs a GPU for each of {num_ranks} ranks; this machine has {num_gpus}")
+
+
+def _start(**settings: Any) -> None:
+    """Start a Ray node. Raises HoldfastError.
+
+    One that is not there within Ray's 30 s, on a busy machine or because its ports were taken meanwhile, is started
+    again.
+    """
+    this = psutil.Process()
+    before = set(this.children(recursive=True))
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:  # Ray raises nothing narrower
+            ended = [process for process in this.children(recursive=True) if process not in before]
+            for process in ended:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(ended, timeout=END_TIMEOUT_S)
+            if attempt == STARTS or TOO_SLOW not in str(error):
+                raise HoldfastError(f"Ray does not start on this machine: {error}") from error
+            log.warning("Ray has not started within 30 s; starting it again")
 
 
 def _join(address: str, common: dict[str, Any]) -> None:
