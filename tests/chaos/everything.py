@@ -1,4 +1,5 @@
-"""Chaos on all of a cluster: ranks, leaders, routers, supervisors, whole nodes, their network, the journal's Redis.
+"""Chaos on all of a cluster: ranks, leaders, routers, supervisors, whole nodes, their network, Ray's GCS, the
+journal's Redis.
 
 Each node is a host of its own, where this machine makes network namespaces; else none is cut off.
 
@@ -21,6 +22,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import psutil
 import ray
@@ -31,7 +33,9 @@ from cluster.chaos.run import Chaos
 from cluster.config import Config
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
-from cluster.ray_backend.processes import answer_of
+from cluster.ray_backend.gcs import GcsKeeper
+from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state
+from cluster.ray_backend.processes import answer_of, runs
 from cluster.ray_backend.supervisor_actor import SLOTS, find_leader, start_supervisor, stop_cluster, wait_until_ready
 from tests.cluster.served import HOLDFAST
 from tests.hosts import Host, hosts, why_no_namespaces
@@ -42,6 +46,7 @@ CUTS_S = (1.0, 4.0)
 """Shorter and longer than the leases."""
 SUPERVISOR_STOPS_S = (2.0, 8.0)
 """Shorter and longer than its lease."""
+GCS_STOPS_S = (2.0, 8.0)
 START_DEADLINE_S, LEADER_POLL_S = 120.0, 0.2
 RANKS_A_NODE = 2
 RENEW_S = 5.0
@@ -87,16 +92,30 @@ class Node:
 
 @contextmanager
 def ray_head(address: str | None) -> Iterator[str]:
-    """A Ray node for routers and none for ranks, which this process has joined: the cluster's address."""
+    """A Ray node for routers and none for ranks, which this process has joined: the cluster's address.
+
+    Its GCS is started again when it dies.
+    """
     where = {"node_ip_address": address} if address is not None else {}
     told = {"_node_ip_address": address} if address is not None else {}
-    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | where)
-    try:
-        ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with mock.patch.dict(os.environ), gcs_storage() as storage:
+        assert storage is not None
+        keep_gcs_state(storage)
+        cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | where)
+        try:
+            ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
+            keeper = GcsKeeper()
+            yield cluster.address
+            keeper.stop()
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            for gcs in _gcs():  # not the one that this cluster has started
+                gcs.kill()
+
+
+def _gcs() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.name() == "gcs_server" and runs(child)]
 
 
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
@@ -148,6 +167,8 @@ async def _play(
         cut.heal()
 
     others: list[Fault] = [("kill -9 of Redis", kill_redis), ("kill -9 of a node: raylet and all", kill_node)]
+    others += [("kill -9 of the GCS", partial(_fail_gcs, 0.0))]
+    others += [(f"SIGSTOP of the GCS, {s} s", partial(_fail_gcs, s)) for s in GCS_STOPS_S]
     others += [("kill -9 of the supervisor that leads", partial(_fail_supervisor, 0.0))]
     others += [
         (f"SIGSTOP of the supervisor that leads, {s} s", partial(_fail_supervisor, s)) for s in SUPERVISOR_STOPS_S
@@ -193,6 +214,18 @@ async def _fail_supervisor(stops_s: float) -> None:
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(stops_s)
         os.kill(pid, signal.SIGCONT)
+
+
+async def _fail_gcs(stops_s: float) -> None:
+    """Kill it, or stop it; returns when one answers."""
+    (gcs,) = _gcs()
+    if stops_s:
+        gcs.suspend()
+        await asyncio.sleep(stops_s)
+        gcs.resume()
+    else:
+        gcs.kill()
+    await asyncio.to_thread(ray.nodes)
 
 
 def main() -> None:
