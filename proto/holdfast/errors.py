@@ -201,6 +201,13 @@ class NoWorkerAvailable(HoldfastError):
     retry_after_s = 5.0
 
 
+class IncompatibleVersion(NoWorkerAvailable):
+    """Two processes of a cluster whose versions of Holdfast are too far apart to talk."""
+
+    code = "incompatible_version"
+    grpc_code = "FAILED_PRECONDITION"
+
+
 class DeadlineExceeded(HoldfastError):
     """The deadline of the request passed before it was done."""
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc
 
+from holdfast.errors import IncompatibleVersion
 from holdfast.interceptors import checked
-from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS, abort_with, agent_option, check_wire_version
 
 SUPERVISOR, ROUTER, LEADER, RANK, STORE = ROLES = ("supervisor", "router", "leader", "rank", "store")
 ANY = frozenset(ROLES)
@@ -60,7 +61,9 @@ def identity() -> Identity | None:
 
 def server(options: Sequence[tuple[str, Any]] = SERVER_OPTIONS) -> grpc.aio.Server:
     """A server for the cluster's processes."""
-    interceptors = [_AskForRole(_Process.identity.name)] if _Process.identity is not None else []
+    interceptors: list[Any] = [_AskForVersion()]
+    if _Process.identity is not None:
+        interceptors.append(_AskForRole(_Process.identity.name))
     return grpc.aio.server(options=list(options), interceptors=interceptors)
 
 
@@ -73,9 +76,9 @@ def listen(server: grpc.aio.Server, address: str) -> int:
 
 def channel(address: str, options: Sequence[tuple[str, Any]] = CHANNEL_OPTIONS) -> grpc.aio.Channel:
     """A channel to a process of the cluster."""
-    identity = _Process.identity
+    identity, options = _Process.identity, [agent_option(), *options]
     if identity is None:
-        return grpc.aio.insecure_channel(address, options=list(options))
+        return grpc.aio.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
     # A process is reached by address; what is verified is that it is of this cluster.
     named = [*options, ("grpc.ssl_target_name_override", identity.name)]
@@ -119,6 +122,26 @@ def _shown() -> tuple[bytes, bytes, bytes]:
 def _configuration(pem: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
     key, certificate, authority = pem
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+class _AskForVersion(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here
+    """Refuses callers whose version of the messages is too far from this process's."""
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        agent = next((value for key, value in details.invocation_metadata if key == "user-agent"), "")
+        try:
+            check_wire_version(str(agent))
+        except IncompatibleVersion as error:
+            refused = error
+
+            async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+                await abort_with(context, refused)
+
+            return checked(handler, refuse) if handler is not None else None
+        return handler
 
 
 class _AskForRole(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here

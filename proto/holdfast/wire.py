@@ -1,7 +1,8 @@
-"""Errors over gRPC, and the options of all servers and channels."""
+"""Errors and versions over gRPC, and the options of all servers and channels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 ]
+WIRE_VERSION = 1
+"""Of the messages between a cluster's processes. A change that a process of the version before would misunderstand
+makes it the next one: two processes talk if their versions are neighbours, so that an upgrade can go from one to
+another.
+"""
+_AGENT = "holdfast-wire/"
 LAST_EPOCH = 2**62
 """Of a release of what the journal does not know: later than any epoch that a worker can have seen."""
 CHANNEL_OPTIONS = SERVER_OPTIONS[:2]
@@ -32,6 +39,21 @@ def _subclasses(base: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
 
 
 _BY_CODE = _subclasses(errors.HoldfastError)
+
+
+def agent_option(version: int = WIRE_VERSION) -> tuple[str, str]:
+    """A channel's option that tells servers its version."""
+    return ("grpc.primary_user_agent", f"{_AGENT}{version}")
+
+
+def check_wire_version(user_agent: str) -> None:
+    """Raises IncompatibleVersion. A caller that says nothing of its version counts as one of this version."""
+    told = re.search(rf"{_AGENT}(\d+)", user_agent)
+    if told is not None and abs(int(told[1]) - WIRE_VERSION) > 1:
+        raise errors.IncompatibleVersion(
+            f"the caller's version of the cluster's messages is {told[1]}, this process's {WIRE_VERSION}: they may be "
+            "one apart; upgrade by way of a release between them"
+        )
 
 
 def error_from_code(code: str, message: str) -> HoldfastError:

@@ -13,10 +13,10 @@ import grpc
 from google.protobuf.message import Message
 
 from holdfast import tls
-from holdfast.errors import NoWorkerAvailable
+from holdfast.errors import IncompatibleVersion, NoWorkerAvailable
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc
+from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc, sent_error
 from router.fleet.placement import WorkerView
 
 log = logging.getLogger("holdfast.router")
@@ -71,6 +71,7 @@ class WorkerLink:
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._inboxes: dict[str, TurnInbox] = {}
         self._num_heard = 0
+        self._refused = ""
         self.ready = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -217,6 +218,9 @@ class WorkerLink:
                 reason = "the stream was closed"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                if isinstance(sent_error(error), IncompatibleVersion) and reason != self._refused:
+                    self._refused = reason  # once, though it is tried again and again
+                    log.error("worker %s cannot be used: %s", self.name, error.details())
             except TimeoutError:
                 reason = f"silent for {self._lease_s} s"
             except Exception as error:

@@ -41,6 +41,8 @@ TIMEOUT_S = 5.0
 """Deadline of a connection attempt and of an answer."""
 PREFIX = "holdfast:"
 LEASE = f"{PREFIX}router:"
+VERSION, VERSION_KEY = 1, f"{PREFIX}version"
+"""Of the records."""
 
 
 class RedisJournal:
@@ -85,8 +87,17 @@ class RedisJournal:
             raise ConfigError("journal_url: this Redis does not persist its writes; set appendonly yes")
         if config and self._durability == "power" and config.get("appendfsync") != "always":
             raise ConfigError("journal_durability: power needs a Redis with appendfsync always")
+        await self._check_version()
         await self._renew_lease()
         self._beats = asyncio.create_task(self._keep_lease())
+
+    async def _check_version(self) -> None:
+        _, found = await self._execute(("SET", VERSION_KEY, VERSION, "NX"), ("GET", VERSION_KEY))
+        if int(found) != VERSION:
+            raise ConfigError(
+                f"journal_url: the journal there is of another version of Holdfast ({int(found)}, not {VERSION}); name "
+                "another database"
+            )
 
     async def close(self) -> None:
         if self._beats is not None:

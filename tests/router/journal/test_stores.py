@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from holdfast.errors import (
     ConfigError,
@@ -119,3 +120,15 @@ async def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         old.execute("CREATE TABLE sessions (session_id TEXT)")
     with pytest.raises(ConfigError, match="of another version of Holdfast"):
         SqliteJournal(tmp_path / "old.db", "process")
+
+
+async def test_a_redis_of_another_version_is_refused(redis: RedisServer) -> None:
+    async with Redis.from_url(redis.url) as client:
+        await client.set("holdfast:version", 7)
+        journal = RedisJournal(redis.url, "process")
+        try:
+            with pytest.raises(ConfigError, match=r"of another version of Holdfast \(7, not 1\)"):
+                await journal.start()
+        finally:
+            await journal.close()
+            await client.delete("holdfast:version")
