@@ -42,12 +42,9 @@ async def _reconfigure(given: Config, as_key: str | None) -> tuple[str, float]:
     async with joined(given):
         from cluster.ray_backend.cluster import check_upgrade
         from cluster.ray_backend.processes import ray_errors
-        from cluster.ray_backend.supervisor_actor import find_leader, no_leader
+        from cluster.ray_backend.supervisor_actor import wait_for_leader
 
-        found = await find_leader()
-        if found is None:
-            raise no_leader()
-        actor, state = found
+        actor, state = await wait_for_leader()
         if not state.ready:
             raise NoWorkerAvailable("the cluster does not serve yet; upgrade it when it does")
         with ray_errors("the settings were not changed"):

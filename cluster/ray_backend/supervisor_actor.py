@@ -218,24 +218,29 @@ async def find_leader() -> tuple[Any, SupervisorState] | None:
     return None
 
 
+async def wait_for_leader() -> tuple[Any, SupervisorState]:
+    """The supervisor that leads. Raises HoldfastError if none does for too long."""
+    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
+    while (found := await find_leader()) is None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise no_leader()
+        await asyncio.sleep(POLL_S)
+    return found
+
+
 def no_leader() -> HoldfastError:
     return HoldfastError(f"no supervisor leads within {LEADER_WAIT_S:g} s; `holdfast stop --force` kills everything")
 
 
 async def wait_until_ready() -> SupervisorState:
     """Returns when the cluster serves. Raises the HoldfastError for which it does not start."""
-    loop = asyncio.get_running_loop()
-    led_at = loop.time()
-    while loop.time() < led_at + LEADER_WAIT_S:
-        found = await find_leader()
-        if found is not None:
-            led_at, (_, state) = loop.time(), found
-            if state.error is not None:
-                raise state.error
-            if state.ready:
-                return state
+    while True:
+        _, state = await wait_for_leader()
+        if state.error is not None:
+            raise state.error
+        if state.ready:
+            return state
         await asyncio.sleep(POLL_S)
-    raise no_leader()
 
 
 async def stop_cluster() -> bool:
