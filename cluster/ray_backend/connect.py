@@ -55,8 +55,7 @@ def connect(config: Config) -> None:
 def _start(**settings: Any) -> None:
     """Start a Ray node. Raises HoldfastError.
 
-    One that is not there within Ray's 30 s, on a busy machine or because its ports were taken meanwhile, is started
-    again.
+    One that is not there within Ray's 30 s, as on a busy machine, is started again.
     """
     this = psutil.Process()
     before = set(this.children(recursive=True))

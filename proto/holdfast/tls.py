@@ -14,9 +14,8 @@ from typing import Any
 
 import grpc
 
-from holdfast.errors import IncompatibleVersion
 from holdfast.interceptors import checked
-from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS, abort_with, agent_option, check_wire_version
+from holdfast.wire import CHANNEL_OPTIONS, SERVER_OPTIONS, abort_with, agent_option, version_error
 
 SUPERVISOR, ROUTER, LEADER, RANK, STORE = ROLES = ("supervisor", "router", "leader", "rank", "store")
 ANY = frozenset(ROLES)
@@ -132,16 +131,14 @@ class _AskForVersion(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     ) -> Any:
         handler = await continuation(details)
         agent = next((value for key, value in details.invocation_metadata if key == "user-agent"), "")
-        try:
-            check_wire_version(str(agent))
-        except IncompatibleVersion as error:
-            refused = error
+        error = version_error(str(agent))
+        if handler is None or error is None:
+            return handler
 
-            async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-                await abort_with(context, refused)
+        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+            await abort_with(context, error)
 
-            return checked(handler, refuse) if handler is not None else None
-        return handler
+        return checked(handler, refuse)
 
 
 class _AskForRole(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types here

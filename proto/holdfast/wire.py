@@ -46,14 +46,15 @@ def agent_option(version: int = WIRE_VERSION) -> tuple[str, str]:
     return ("grpc.primary_user_agent", f"{_AGENT}{version}")
 
 
-def check_wire_version(user_agent: str) -> None:
-    """Raises IncompatibleVersion. A caller that says nothing of its version counts as one of this version."""
+def version_error(user_agent: str) -> errors.IncompatibleVersion | None:
+    """Why a caller is refused; None: it is not. One that says nothing of its version counts as one of this version."""
     told = re.search(rf"{_AGENT}(\d+)", user_agent)
-    if told is not None and abs(int(told[1]) - WIRE_VERSION) > 1:
-        raise errors.IncompatibleVersion(
-            f"the caller's version of the cluster's messages is {told[1]}, this process's {WIRE_VERSION}: they may be "
-            "one apart; upgrade by way of a release between them"
-        )
+    if told is None or abs(int(told[1]) - WIRE_VERSION) <= 1:
+        return None
+    return errors.IncompatibleVersion(
+        f"the caller's version of the cluster's messages is {told[1]}, this process's {WIRE_VERSION}: they may be one "
+        "apart; upgrade by way of a release between them"
+    )
 
 
 def error_from_code(code: str, message: str) -> HoldfastError:
