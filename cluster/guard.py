@@ -59,7 +59,11 @@ def run_guarded(run: Callable[[], None], stop_timeout_s: float) -> int:
         if ended or guard.num_signals:
             return code if code >= 0 else 128 - code
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"was ended from outside with {code}"
-        print(f"holdfast: the supervisor {how}; starting the cluster again", file=sys.stderr, flush=True)
+        print(
+            f"holdfast: the process that runs the Ray node {how}; starting the cluster again",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(RESTART_PAUSE_S)
 
 

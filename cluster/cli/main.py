@@ -7,7 +7,6 @@ import sys
 
 import click
 
-from cluster.cli.attached import stop
 from cluster.cli.bench import bench
 from cluster.cli.chaos import chaos
 from cluster.cli.chat import chat
@@ -15,6 +14,7 @@ from cluster.cli.keys import keys
 from cluster.cli.nodes import drain, join, restart
 from cluster.cli.serve import serve
 from cluster.cli.show import audit, sessions, status
+from cluster.cli.supervised import stop
 from cluster.cli.top import top
 from cluster.cli.upgrade import upgrade
 from holdfast.errors import HoldfastError

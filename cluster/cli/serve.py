@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import click
 
-from cluster.cli.attached import serve_attached
+from cluster.cli.supervised import joined, own_node, serve_supervised
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
 from cluster.guard import run_guarded
-from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment
+from cluster.ray_backend.nodes import gcs_storage
 from holdfast.errors import ConfigError, HoldfastError
 from router.journal.sqlite_file import check_writable
 from workers.store.folders import remove_stale
@@ -74,19 +74,18 @@ def serve(config_file: Path | None, detach: bool, **flags: Any) -> None:
     """Start workers and routers, and serve until SIGINT or SIGTERM.
 
     On the Ray cluster of --address they outlive this process if it is killed: started again, it attaches to them.
+    Without --address they run on a Ray node of their own.
     """
     given = {k: list(v) if isinstance(v, tuple) else v for k, v in flags.items() if v not in (None, ())}
     config = load_config(config_file, given)
     config.engine()
     if config.journal_url is None:
         check_writable(config.journal_path)
-    if config.address is not None:
-        code = run_guarded(lambda: _run(serve_attached(config, detach=detach)), config.drain_timeout_s)
-    elif detach:
+    if detach and config.address is None:
         raise ConfigError("detach: needs the address of a Ray cluster, which the processes run on")
-    else:
-        with gcs_storage() as storage:
-            code = run_guarded(lambda: _run(_serve(config, storage)), config.drain_timeout_s)
+    with gcs_storage() as storage:
+        on_ray = joined if config.address is not None else partial(own_node, gcs_storage=storage)
+        code = run_guarded(lambda: _run(serve_supervised(config, on_ray(config), detach)), config.drain_timeout_s)
     remove_stale()
     sys.exit(code)
 
@@ -97,44 +96,3 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
     except HoldfastError as error:
         click.echo(f"holdfast: {error.message}", err=True)
         sys.exit(1)
-
-
-async def _serve(config: Config, own_gcs: Path | None) -> None:
-    """On this machine alone. ``own_gcs``: where the GCS keeps its state, if its death is our affair."""
-    prepare_environment()
-    if own_gcs is not None:
-        keep_gcs_state(own_gcs)
-    import ray
-
-    from cluster.ray_backend.cluster import Cluster
-    from cluster.ray_backend.connect import connect
-    from cluster.ray_backend.gcs import GcsKeeper
-    from cluster.ray_backend.output import ray_output
-    from cluster.ray_backend.processes import end_with_raylet
-
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    with ray_output(config.ray_log_path) as stdout:
-        connect(config)
-        keeper = GcsKeeper() if own_gcs is not None else None
-        watching = asyncio.create_task(end_with_raylet())
-        cluster = Cluster(config)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        try:
-            started = asyncio.ensure_future(cluster.start())
-            stopped = asyncio.ensure_future(stop.wait())
-            await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if started.done():
-                await started
-                click.echo(f"ready: {' '.join(cluster.urls)} {' '.join(cluster.grpc_urls)}", file=stdout)
-                click.echo(f"Ray's messages: {config.ray_log_path}", file=stdout)
-                await stopped
-            else:
-                started.cancel()
-        finally:
-            watching.cancel()
-            await cluster.stop()
-            if keeper is not None:
-                keeper.stop()
-            ray.shutdown()

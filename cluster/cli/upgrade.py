@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from cluster.cli.attached import joined
 from cluster.cli.client import get_rows
 from cluster.cli.nodes import restart_all
 from cluster.cli.serve import config_flags
+from cluster.cli.supervised import joined
 from cluster.config import Config, load_config
 from holdfast.errors import ConfigError, NoWorkerAvailable
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from cluster.ray_backend.nodes import prepare_environment
+from tests.cluster.served import actors_under
 from tests.ports import free_port
 
 START_S = 60
@@ -29,13 +29,7 @@ class RayHead:
 
     def actors(self, name: str = "") -> list[psutil.Process]:
         """The processes of actors whose class has that name, of all actors without it."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if line and line[0].startswith(f"ray::{name}") and "Actor" in line[0]:
-                    found.append(process)
-        return found
+        return actors_under(self.process, name)
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -26,12 +29,14 @@ START_DEADLINE_S = 90.0
 COMMAND_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 60.0
 NUM_TOKENS = 250
+JOURNAL = "j.db"
 
 
 class Served:
     """A cluster started by the command line."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
+        self.journal = folder / JOURNAL
         command = [
             *HOLDFAST,
             "serve",
@@ -40,7 +45,7 @@ class Served:
             "--grpc-port",
             "0",
             "--journal-path",
-            str(folder / "j.db"),
+            str(self.journal),
             *flags,
         ]
         self.log = (folder / "serve.log").open("w+")
@@ -52,11 +57,11 @@ class Served:
         self.urls = [word for word in self.ready.split() if word.startswith("http://")]
         self.url = self.urls[0]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
-        self.supervisor = psutil.Process(self.process.pid).children()[0]
-        """The process that supervises; ``process`` is its guard."""
+        self.owner = psutil.Process(self.process.pid).children()[0]
+        """The process that has started the Ray node; ``process`` is its guard."""
 
     def next_ready(self) -> str:
-        """Wait until it serves: after the start, or after its supervisor was killed. Returns what it says then."""
+        """Wait until it serves: after the start, or after its Ray node was lost. Returns what it says then."""
         assert self.process.stdout is not None
         line = ""
         while not line.startswith("ready: "):
@@ -109,6 +114,10 @@ class Served:
         self._close()
         return code
 
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The processes of actors whose class has that name."""
+        return actors_under(psutil.Process(self.process.pid), name)
+
     def left(self) -> list[psutil.Process]:
         """Its processes that still run."""
         return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -125,6 +134,26 @@ class Served:
         self.log.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def actors_under(parent: psutil.Process, name: str = "") -> list[psutil.Process]:
+    """The processes of Ray's actors whose class has that name, of all actors without it."""
+    found = []
+    for process in parent.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if line and line[0].startswith(f"ray::{name}") and "Actor" in line[0]:
+                found.append(process)
+    return found
+
+
+def leading_supervisor(journal: Path) -> int:
+    """The pid of the supervisor that has the lease, or had it last."""
+    with contextlib.closing(sqlite3.connect(journal)) as db:
+        (holder,) = db.execute("SELECT holder FROM supervisor").fetchone()
+    found = re.search(r"pid (\d+)", holder)
+    assert found is not None, holder
+    return int(found[1])
 
 
 def shared_memory() -> set[str]:

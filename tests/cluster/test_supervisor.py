@@ -1,4 +1,4 @@
-"""The supervisor process: the cluster serves while it is stopped, and restarts after it was killed."""
+"""``holdfast serve`` on one machine: its supervisors may die, and so may the Ray node that all runs on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from openai import AsyncOpenAI
 
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from tests.cluster.served import Served, serving, stream
+from tests.cluster.served import Served, leading_supervisor, serving, stream
 from tests.ports import free_port
 from tests.waiting import until
 
 GONE_S = 30.0
+TAKE_OVER_S = 60.0
 STOPPED_S, SETTLE_S = 8.0, 4.0
-"""Past every silence that the supervisor takes for death; until it would have acted on it."""
+"""Past every silence that is taken for death; until something would have been done about it."""
 NUM_TOKENS = 1000
 
 
@@ -68,8 +69,8 @@ async def test_a_kill_9_of_everything_serving_mid_stream_and_a_restart(tmp_path:
         assert all(report["ok"] for report in after.ask("audit"))
 
 
-def supervisor_of(served: Served) -> psutil.Process:
-    return served.supervisor
+def owner_of(served: Served) -> psutil.Process:
+    return served.owner
 
 
 def raylet_of(served: Served) -> psutil.Process:
@@ -77,8 +78,8 @@ def raylet_of(served: Served) -> psutil.Process:
     return raylet
 
 
-@pytest.mark.parametrize("process_of", [supervisor_of, raylet_of])
-async def test_a_killed_supervisor_or_raylet_comes_back_and_streams_resume(
+@pytest.mark.parametrize("process_of", [owner_of, raylet_of])
+async def test_a_lost_ray_node_is_started_again_and_streams_resume(
     process_of: Callable[[Served], psutil.Process], tmp_path: Path
 ) -> None:
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
@@ -103,16 +104,41 @@ async def test_a_killed_supervisor_or_raylet_comes_back_and_streams_resume(
         assert all(report["ok"] for report in served.ask("audit"))
 
 
-async def test_a_stopped_supervisor_is_not_missed_and_treats_no_process_as_dead(tmp_path: Path) -> None:
+async def test_supervisors_die_and_their_parent_stops_and_nothing_else_is_restarted(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        before = [served.router()["pid"], *(worker["pid"] for worker in served.workers())]
+
+        def serves() -> set[int]:
+            return {process.pid for name in ("RouterActor", "RankActor") for process in served.actors(name)}
+
+        started = serves()
+        assert len(started) == 3, "a router, two ranks"
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-            served.supervisor.suspend()
+            calm = await stream(client, "calm")
+            await until(lambda: len(served.actors("SupervisorActor")) == 2, TAKE_OVER_S, "a standby")
+            leader = leading_supervisor(served.journal)
+            assert await stream(client, "leader", 20, psutil.Process(leader).kill) == calm
+            await until(lambda: leading_supervisor(served.journal) != leader, TAKE_OVER_S, "the standby to lead")
+            await until(lambda: len(served.actors("SupervisorActor")) == 2, TAKE_OVER_S, "another standby")
+            both = served.actors("SupervisorActor")
+
+            def kill_both() -> None:
+                for process in both:
+                    process.kill()
+
+            assert await stream(client, "both", 20, kill_both) == calm
+            pids = {process.pid for process in both}
+            await until(lambda: leading_supervisor(served.journal) not in pids, TAKE_OVER_S, "another supervisor")
+            killed = served.worker_of("both")
+            os.kill(int(killed["pid"]), signal.SIGKILL)
+            await until(lambda: int(killed["pid"]) not in serves() and len(serves()) == 3, TAKE_OVER_S, "a worker")
+            assert started - serves() == {int(killed["pid"])}, "the supervisors keep all that runs"
+            assert await stream(client, "last") == calm
+            before = serves()
+            served.owner.suspend()
             try:
-                text = await stream(client, "s")
+                assert await stream(client, "owner stopped") == calm
                 await asyncio.sleep(STOPPED_S)
             finally:
-                served.supervisor.resume()
+                served.owner.resume()
             await asyncio.sleep(SETTLE_S)
-            assert await stream(client, "t") == text
-        assert [served.router()["pid"], *(worker["pid"] for worker in served.workers())] == before
+            assert serves() == before, "nobody has missed it"

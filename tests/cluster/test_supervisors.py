@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,7 +19,14 @@ from openai import AsyncOpenAI
 from cluster.authority import Authority
 from cluster.leadership import SUPERVISOR_LEASE_S
 from tests.cluster.ray_head import RayHead, ray_head
-from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, shared_memory, stream
+from tests.cluster.served import (
+    COMMAND_DEADLINE_S,
+    HOLDFAST,
+    START_DEADLINE_S,
+    leading_supervisor,
+    shared_memory,
+    stream,
+)
 from tests.ports import free_port
 from tests.waiting import until
 from workers.config import BUNDLED_MODEL
@@ -84,11 +89,7 @@ class Detached:
 
     def leader(self) -> int:
         """The pid of the supervisor that has the lease, or had it last."""
-        with sqlite3.connect(self._journal) as db:
-            (holder,) = db.execute("SELECT holder FROM supervisor").fetchone()
-        found = re.search(r"pid (\d+)", holder)
-        assert found is not None, holder
-        return int(found[1])
+        return leading_supervisor(self._journal)
 
     async def led_by_another(self, than: int) -> None:
         def is_led() -> bool:

@@ -1,6 +1,7 @@
-"""``holdfast serve --address``: the cluster's supervisors run on the Ray cluster, and this process only waits.
+"""What runs for ``holdfast serve``: a Ray node's client that starts the cluster's supervisors, and waits.
 
-``holdfast stop`` ends what ``holdfast serve --address --detach`` has left running.
+The supervisors run on Ray. With ``--address`` they outlive this process, and ``holdfast stop`` ends what ``holdfast
+serve --detach`` has left running; without, this process owns the Ray node that all runs on.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.config import Config
-from cluster.ray_backend.nodes import prepare_environment, use_token
+from cluster.ray_backend.nodes import keep_gcs_state, prepare_environment, use_token
 from cluster.ray_backend.output import ray_output
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -26,13 +29,14 @@ if TYPE_CHECKING:
 SUPERVISORS_CHECK_S = 2.0
 
 
-async def serve_attached(config: Config, *, detach: bool) -> None:
-    """Start the cluster on the Ray cluster at ``config.address``, or find it there; wait for a signal, then stop it.
+async def serve_supervised(config: Config, on_ray: AbstractAsyncContextManager[None], detach: bool = False) -> None:
+    """Start the cluster, or find it where it runs already; wait for a signal, then stop it.
 
-    ``detach``: leave it running as soon as it serves. Raises HoldfastError.
+    ``on_ray``: this process is a client of Ray within. ``detach``: leave the cluster running as soon as it serves.
+    Raises HoldfastError.
     """
     with ray_output(config.ray_log_path) as stdout:
-        async with joined(config):
+        async with on_ray:
             from cluster.ray_backend.supervisor_actor import stop_cluster
 
             stop = _stop_signal()  # after Ray has set its own
@@ -81,6 +85,34 @@ async def joined(config: Config) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        ray.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[None]:
+    """This process has started a Ray node meanwhile, and is its client. Raises ConfigError, HoldfastError.
+
+    ``gcs_storage``: a folder for the GCS's state, if its death is our affair. When the node is lost, and with it all
+    that runs here, this process ends at once. Import ``ray`` within.
+    """
+    prepare_environment()
+    if gcs_storage is not None:
+        keep_gcs_state(gcs_storage)
+    from cluster.ray_backend.connect import connect
+    from cluster.ray_backend.gcs import GcsKeeper
+    from cluster.ray_backend.processes import end_with_raylet
+
+    connect(config)
+    import ray
+
+    keeper = GcsKeeper() if gcs_storage is not None else None
+    watching = asyncio.create_task(end_with_raylet())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        if keeper is not None:
+            keeper.stop()
         ray.shutdown()
 
 
