@@ -20,6 +20,7 @@ HEAL_DEADLINE_S = 120.0
 STOPS_S = (1.0, 4.0, 8.0)
 """How long a process stays stopped: within its lease, past a rank's lease, past a router's."""
 STOPPED_SHARE = 0.25
+OTHERS_SHARE = 0.5
 MOMENT_DEADLINE_S = 5.0
 MAX_DRAIN_S = 0.03
 """A fault during a drain is injected within this time of the drain's start."""
@@ -61,7 +62,7 @@ class Faults:
     async def inject(self) -> None:
         """Inject one fault, when all workers serve. One worker is spared, so that turns can fail over to it."""
         await self.wait_for_workers()
-        if self._others and self._random.random() < 1 / 4:
+        if self._others and self._random.random() < OTHERS_SHARE:
             name, act = self._random.choice(self._others)
             self.injected.append((time.monotonic(), name))
             await act()

@@ -47,7 +47,7 @@ async def serve_supervised(config: Config, on_ray: AbstractAsyncContextManager[N
                 click.echo(f"Ray's messages: {config.ray_log_path}", file=stdout)
                 if detach:
                     return
-                await _first_of(_keep_supervisors(charge), stop)
+                await _first_of(keep_supervisors(charge), stop)
             await stop_cluster()
 
 
@@ -135,7 +135,7 @@ async def _first_of(work: Any, stop: asyncio.Event) -> Any:
         await asyncio.gather(working, stopped, return_exceptions=True)
 
 
-async def _keep_supervisors(charge: Charge) -> None:
+async def keep_supervisors(charge: Charge) -> None:
     """Start a supervisor when there is none any more: each starts another, but both may be lost at once."""
     from cluster.ray_backend.processes import answer_of, find_actor
     from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor

@@ -190,12 +190,17 @@ async def start_supervisor(charge: Charge, slot: str, node: str, partner: NodePr
     """Start a supervisor on a node. Returns its actor. Raises HoldfastError."""
     actor_class: Any = SupervisorActor
     options = actor_options(slot, detached=True)
+
+    def create() -> Any:
+        there = on_node(node, or_elsewhere=charge.config.journal_url is not None)
+        return actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote()
+
     loop = asyncio.get_running_loop()
     deadline = loop.time() + KNOWN_S
     while True:
-        there = on_node(node, or_elsewhere=charge.config.journal_url is not None)
         with ray_errors("a supervisor did not start"):
-            actor = actor_class.options(num_cpus=0, scheduling_strategy=there, **options).remote()
+            # In a thread: it waits for a GCS that is gone.
+            actor = await asyncio.to_thread(create)
             try:
                 await actor.serve.remote(charge, slot, partner)
                 return actor

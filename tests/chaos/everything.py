@@ -26,12 +26,14 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from cluster.chaos.faults import Fault
 from cluster.chaos.run import Chaos
+from cluster.cli.supervised import keep_supervisors
 from cluster.config import Config
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
 from cluster.ray_backend.gcs import GcsKeeper
-from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state
+from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment
 from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor, stop_cluster, wait_until_ready
 from tests.chaos.faults import faults_of, gcs_servers
 from tests.chaos.nodes import Node
@@ -50,16 +52,20 @@ LOG_SHOWN = 2000
 
 
 @contextmanager
-def ray_head(address: str | None) -> Iterator[str]:
+def ray_head(address: str | None, redis: RedisServer | None) -> Iterator[str]:
     """A Ray node for routers and none for ranks, which this process has joined: the cluster's address.
 
-    Its GCS is started again when it dies.
+    Its GCS is started again when it dies. ``redis``: keeps the GCS's state; None: a folder does.
     """
     where = {"node_ip_address": address} if address is not None else {}
     told = {"_node_ip_address": address} if address is not None else {}
     with mock.patch.dict(os.environ), gcs_storage() as storage:
         assert storage is not None
-        keep_gcs_state(storage)
+        prepare_environment()
+        if redis is not None:
+            os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{redis.port}"
+        else:
+            keep_gcs_state(storage)
         cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | where)
         try:
             ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
@@ -76,7 +82,8 @@ def ray_head(address: str | None) -> Iterator[str]:
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
     """Two workers of two ranks, each on a node of its own, two routers, Redis; new certificates all the time.
 
-    Returns the report; if something went wrong, the ends of the logs are printed.
+    With an odd seed the GCS has a Redis of its own. Returns the report; if something went wrong, the ends of the logs
+    are printed.
     """
     reason = why_no_namespaces()
     with ExitStack() as stack:
@@ -87,11 +94,12 @@ async def play(num_faults: int, seed: int) -> dict[str, Any]:
         durable = ("--appendonly", "yes", "--appendfsync", "always")
         reachable = ("--bind", "127.0.0.1", address, "--protected-mode", "no") if address else ()
         redis = stack.enter_context(redis_server(folder / "redis", *durable, *reachable))
-        ray_address = stack.enter_context(ray_head(address))
+        of_gcs = stack.enter_context(redis_server(folder / "gcs", *durable)) if seed % 2 else None
+        ray_address = stack.enter_context(ray_head(address, of_gcs))
         nodes = [Node(machine, folder / str(i)) for i, machine in enumerate(machines)]
         report: dict[str, Any] = {}
         try:
-            report = await _play(num_faults, seed, redis, ray_address, nodes)
+            report = await _play(num_faults, seed, faults_of(redis, of_gcs, nodes), redis, ray_address, nodes)
         finally:
             if not report or report["failures"]:
                 _print_logs(folder)
@@ -120,7 +128,7 @@ def _print_logs(folder: Path) -> None:
 
 
 async def _play(
-    num_faults: int, seed: int, redis: RedisServer, ray_address: str, nodes: Sequence[Node]
+    num_faults: int, seed: int, faults: list[Fault], redis: RedisServer, ray_address: str, nodes: Sequence[Node]
 ) -> dict[str, Any]:
     machines = [node.host for node in nodes if node.host is not None]
     # A supervisor may be on any of the nodes.
@@ -133,11 +141,13 @@ async def _play(
     try:
         charge = replace(Charge.new(config), renew_s=RENEW_S)
         await start_supervisor(charge, SLOTS[0], charge.node)
-        chaos = Chaos(
-            list((await asyncio.wait_for(wait_until_ready(), START_DEADLINE_S)).urls), seed, faults_of(redis, nodes)
-        )
+        urls = (await asyncio.wait_for(wait_until_ready(), START_DEADLINE_S)).urls
+        waiting = asyncio.create_task(keep_supervisors(charge))
+        chaos = Chaos(list(urls), seed, faults)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
-        return (await chaos.run(num_faults)).as_dict()
+        report = (await chaos.run(num_faults)).as_dict()
+        waiting.cancel()
+        return report
     finally:
         try:
             await stop_cluster()

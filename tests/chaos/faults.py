@@ -1,4 +1,4 @@
-"""What fails beyond ranks, leaders and routers: nodes, their network, supervisors, Ray's GCS, the journal's Redis."""
+"""What fails beyond ranks, leaders and routers: nodes, their network, supervisors, Ray's GCS, each Redis."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import psutil
 import ray
 
 from cluster.chaos.faults import Fault
-from cluster.ray_backend.processes import answer_of, runs
-from cluster.ray_backend.supervisor_actor import find_leader
+from cluster.ray_backend.processes import answer_of, find_actor, runs
+from cluster.ray_backend.supervisor_actor import SLOTS, find_leader
 from tests.chaos.nodes import Node
 from tests.hosts import Host
 from tests.redis_server import RedisServer
@@ -29,8 +29,8 @@ GCS_STOPS_S = (2.0, 8.0)
 LEADER_POLL_S = 0.2
 
 
-def faults_of(redis: RedisServer, nodes: Sequence[Node]) -> list[Fault]:
-    """Those of a cluster on these nodes, whose head this process has started."""
+def faults_of(redis: RedisServer, of_gcs: RedisServer | None, nodes: Sequence[Node]) -> list[Fault]:
+    """Those of a cluster on these nodes, whose head this process has started. ``of_gcs``: its GCS's Redis, if any."""
     machines = [node.host for node in nodes if node.host is not None]
     nodes_in_turn, hosts_in_turn = cycle(nodes), cycle([[host] for host in machines])
 
@@ -42,7 +42,11 @@ def faults_of(redis: RedisServer, nodes: Sequence[Node]) -> list[Fault]:
         ("kill -9 of a node: raylet and all", kill_node),
         ("kill -9 of the GCS", partial(_fail_gcs, 0.0)),
         ("kill -9 of the supervisor that leads", partial(_fail_supervisor, 0.0)),
+        ("kill -9 of both supervisors", _kill_supervisors),
+        ("kill -9 of the GCS and of both supervisors", _kill_control_plane),
     ]
+    if of_gcs is not None:
+        faults.append(("kill -9 of the GCS's Redis", partial(_kill_redis_of_gcs, of_gcs)))
     faults += [(f"SIGSTOP of the GCS, {s} s", partial(_fail_gcs, s)) for s in GCS_STOPS_S]
     faults += [
         (f"SIGSTOP of the supervisor that leads, {s} s", partial(_fail_supervisor, s)) for s in SUPERVISOR_STOPS_S
@@ -87,6 +91,26 @@ async def _fail_supervisor(stops_s: float) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(stops_s)
         os.kill(process.pid, signal.SIGCONT)
+
+
+async def _kill_supervisors() -> None:
+    for slot in SLOTS:
+        actor = find_actor(slot)
+        process = await answer_of(actor.process.remote()) if actor is not None else None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+async def _kill_control_plane() -> None:
+    await _kill_supervisors()
+    await _fail_gcs(0.0)
+
+
+async def _kill_redis_of_gcs(redis: RedisServer) -> None:
+    """Its GCS dies with it; returns when another answers."""
+    await _kill_redis(redis)
+    await asyncio.to_thread(ray.nodes)
 
 
 async def _fail_gcs(stops_s: float) -> None:
