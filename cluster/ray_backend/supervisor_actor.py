@@ -161,28 +161,29 @@ class SupervisorActor:
                 return cluster
 
     async def _keep_standby(self) -> None:
-        """Start another supervisor when there is none, or when it does not answer."""
+        """Start another supervisor when there is none, when it does not answer, or when it could be on another node."""
         other = _other(self._slot)
+        this = await self.process()
         while True:
             await asyncio.sleep(STANDBY_CHECK_S)
             try:
-                standby = find_actor(other)
+                # In threads: calls of Ray's wait for a GCS that is gone, and the lease is renewed meanwhile.
+                standby = await asyncio.to_thread(find_actor, other)
                 process = await answer_of(standby.process.remote(), SILENCE_S) if standby is not None else None
-                if process is not None:
-                    self._partner = process
+                self._partner = process or self._partner
+                node = await asyncio.to_thread(self._standby_node, this.node_id)
+                if process is not None and (process.node_id != this.node_id or node == this.node_id):
                     continue
                 self._leadership.check()
                 await end_actor(other, self._partner)
-                this = NodeProcess.this(ray.get_runtime_context().get_node_id())
-                await start_supervisor(self._charge, other, self._standby_node(), this)
+                await start_supervisor(self._charge, other, node, this)
             except (HoldfastError, RayError, TimeoutError) as error:
                 log.warning("no supervisor stands by: %s", error)
 
-    def _standby_node(self) -> str:
-        """A journal in a file is reached from its node alone."""
+    def _standby_node(self, here: str) -> str:
+        """Another than the leader's, if there is one. A journal in a file is reached from its node alone."""
         if self._charge.config.journal_url is None:
             return self._charge.node
-        here = ray.get_runtime_context().get_node_id()
         return min(living_nodes() - {here}, default=here)
 
 

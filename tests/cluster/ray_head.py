@@ -16,7 +16,8 @@ from cluster.ray_backend.nodes import prepare_environment
 from tests.cluster.served import actors_under
 from tests.ports import free_port
 
-START_S = 60
+START_S = 180
+"""For a busy machine."""
 
 
 class RayHead:
@@ -38,7 +39,6 @@ class RayHead:
             self._command.append(f"--temp-dir={temp_dir}")
         self._log, self._temp_dir, self._environment = folder / "head.log", temp_dir, environment
         prepare_environment()
-        self.start()
 
     def start(self) -> None:
         """Returns when it runs."""
@@ -80,6 +80,7 @@ def ray_head(
     """A head node that runs meanwhile."""
     head = RayHead(folder, num_cpus, host, temp_dir, environment)
     try:
+        head.start()
         yield head
     finally:
         head.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 
 from tests.cluster.ray_head import RayHead, ray_head
 from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, actors_under, stream
@@ -38,15 +39,16 @@ class Machines:
         self.url = f"http://127.0.0.1:{port}"
         self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-url", journal_url, "--device", "cpu")
 
-    async def run(self, command: str, *words: str) -> None:
-        # At this address a command takes the node's raylet for its own, not the head's.
-        address = self.head.address.replace(HEAD, NODE)
+    async def run(self, command: str, *words: str, on: str = NODE) -> None:
+        # The GCS answers at both addresses. A command takes the raylet at the one it is given for its own machine's.
+        address = self.head.address.replace(HEAD, on)
         line = [*HOLDFAST, command, "--address", address, *words]
         done = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
         assert done.returncode == 0, done.stderr
 
-    async def serve(self) -> None:
-        await self.run("serve", "--detach", *self._flags)
+    async def serve(self, on: str) -> None:
+        """Start the cluster from that machine, which its routers run on."""
+        await self.run("serve", "--detach", *self._flags, on=on)
 
     def pids(self, name: str) -> set[int]:
         """Of actors on the node."""
@@ -54,6 +56,9 @@ class Machines:
 
     def serving(self) -> set[int]:
         return self.pids("RouterActor") | self.pids("RankActor")
+
+    def num_supervisors(self) -> int:
+        return len(self.pids("SupervisorActor")) + len(self.head.actors("SupervisorActor"))
 
     def health(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self.url}/health", timeout=20).json())
@@ -88,7 +93,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
 
 
 async def test_the_head_dies_under_streams_and_comes_back(machines: Machines) -> None:
-    await machines.serve()
+    await machines.serve(on=NODE)
     before = machines.serving()
     assert len(before) == 3, "a router, two ranks"
     async with AsyncOpenAI(base_url=f"{machines.url}/v1", api_key="none", max_retries=0) as client:
@@ -102,7 +107,31 @@ async def test_the_head_dies_under_streams_and_comes_back(machines: Machines) ->
         await until(lambda: machines.health() == {"status": "ok"}, BACK_S, "the GCS")
         await until(lambda: len(machines.serving()) == 3, BACK_S, "the killed rank's next incarnation")
         assert machines.serving() >= before - {killed}, "nothing is restarted that lives"
-        await until(lambda: len(machines.pids("SupervisorActor")) == 2, BACK_S, "two supervisors")
+        await until(lambda: machines.num_supervisors() == 2, BACK_S, "two supervisors")
         assert await stream(client, "last") == calm
     await machines.run("stop")
     assert not machines.serving()
+
+
+async def test_routers_whose_machine_is_lost_move_to_another(machines: Machines) -> None:
+    await machines.serve(on=HEAD)
+    ranks = machines.pids("RankActor")
+    assert len(ranks) == 2 and not machines.pids("RouterActor") and machines.head.actors("RouterActor")
+    async with AsyncOpenAI(base_url=f"{machines.url}/v1", api_key="none", max_retries=0) as client:
+        calm = await stream(client, "calm")
+        await until(lambda: len(machines.pids("SupervisorActor")) == 1, BACK_S, "the standby, on the other machine")
+        with pytest.raises((APIError, httpx.HTTPError)):
+            await stream(client, "cut", 20, machines.head.kill)
+        await asyncio.to_thread(machines.head.start)
+        await until(lambda: len(machines.pids("RouterActor")) == 1, BACK_S, "a router on the other machine")
+        await until(lambda: is_served(machines.url), BACK_S, "it to serve")
+        assert await stream(client, "last") == calm
+    assert machines.pids("RankActor") == ranks, "nothing is restarted that lives"
+    await machines.run("stop")
+    assert not machines.serving()
+
+
+def is_served(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=20).is_success
+    return False
