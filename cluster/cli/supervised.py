@@ -151,7 +151,7 @@ async def keep_supervisors(charge: Charge) -> None:
                 continue
             charge = await answer_of(supervisor.charge.remote()) or charge  # an upgrade changes it
         except HoldfastError as error:
-            print(f"holdfast: no supervisor runs: {error.message}", file=sys.stderr)
+            print(f"holdfast: {error.message}", file=sys.stderr, flush=True)
 
 
 async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:

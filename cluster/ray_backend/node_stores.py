@@ -83,7 +83,7 @@ class NodeStores:
     async def keep(self) -> None:
         """Look once at every node: start a store where there is none, and another where one died or hangs."""
         await asyncio.sleep(CHECK_S)
-        nodes = living_nodes()
+        nodes = await asyncio.to_thread(living_nodes)  # it waits for a GCS that is gone
         for gone in self._actors.keys() - nodes:
             del self._actors[gone]
             self._processes.pop(gone, None)

@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 
 def find_actor(name: str) -> Any:
-    """The living actor of that name; None: there is none."""
+    """The living actor of that name; None: there is none. Raises HoldfastError after a minute without a GCS."""
     try:
-        return ray.get_actor(name)
+        with ray_errors(f"nobody knows whether {name} runs"):
+            return ray.get_actor(name)
     except ValueError:
         return None
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,37 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.served import HOLDFAST, START_DEADLINE_S, Served, serving
+from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, Served, serving
 from tests.waiting import until
 
 NOTICED_S = 30.0
 REPLACED_S = 90.0
 RAY_GIVES_UP_S = 75.0
 """By default every process of Ray ends when the GCS was gone for 60 s."""
+ASKS = """
+import os
+
+from cluster.ray_backend.nodes import prepare_environment
+
+prepare_environment()
+import psutil
+from cluster.config import Config
+from cluster.ray_backend.connect import connect
+from cluster.ray_backend.processes import find_actor
+from holdfast.errors import HoldfastError
+
+connect(Config())
+(gcs,) = [child for child in psutil.Process().children() if child.name() == "gcs_server"]
+gcs.kill()
+try:
+    find_actor("supervisor-1")
+except HoldfastError as error:
+    print("raised:", error, flush=True)
+for child in psutil.Process().children(recursive=True):
+    child.kill()
+os._exit(0)  # Ray's own end asks the GCS
+"""
+"""A process asks for an actor that it does not know yet."""
 BODY = {"prompt": "Return the list of", "max_tokens": 400, "seed": 1, "temperature": 0.8, "ignore_eos": True}
 
 
@@ -91,6 +116,12 @@ async def test_a_killed_gcs_costs_no_turn_and_no_failover(served_with_own_storag
         os.kill(int(served.worker_of("last")["pid"]), signal.SIGKILL)
         assert await last == calm, "its worker is not started again, and its session goes on"
         assert all(report["ok"] for report in served.audits())
+
+
+def test_an_actor_that_only_the_gcs_knows_of_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", "5")  # by default 60
+    done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    assert "raised: nobody knows whether supervisor-1 runs" in done.stdout, done.stderr
 
 
 def is_replaced(served: Served, gcs: psutil.Process) -> bool:
