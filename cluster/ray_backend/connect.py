@@ -12,6 +12,7 @@ import psutil
 import ray
 
 from cluster.config import Config
+from cluster.ray_backend import listeners
 from cluster.ray_backend.nodes import prepare_environment
 from cluster.ray_backend.processes import END_TIMEOUT_S
 from holdfast.errors import ConfigError, HoldfastError
@@ -29,6 +30,7 @@ TOO_SLOW = "timed out during startup"
 def connect(config: Config) -> None:
     """Join the Ray cluster at ``config.address``, or start one on this machine. Raises ConfigError, HoldfastError."""
     prepare_environment()
+    listeners.install()
     common: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": True}
     if config.log_format == "json":
         logging.getLogger().handlers.clear()  # Ray's takes their place
