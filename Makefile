@@ -61,6 +61,7 @@ bench: $(VENV)/installed  ## run every benchmark; writes benchmarks/results
 	$(BIN)/python -m benchmarks.kv_resume
 	$(BIN)/python -m benchmarks.kv_restart
 	$(BIN)/python -m benchmarks.kv_copies
+	$(BIN)/python -m benchmarks.upgrade
 	$(BIN)/python -m benchmarks.tls
 
 proto: $(VENV)/installed  ## the stubs, from the .proto files

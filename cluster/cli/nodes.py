@@ -29,7 +29,7 @@ def _drain(url: str, api_key: str | None, worker_id: str, timeout_s: float, *, s
     return report
 
 
-def _print_drained(reports: list[dict[str, Any]], as_json: bool) -> None:
+def print_drained(reports: list[dict[str, Any]], as_json: bool) -> None:
     columns = {"worker_id": "drained", "turns_preempted": "turns preempted", "sessions_migrated": "sessions migrated"}
     columns |= {"sessions_left": "to recompute", "pages": "pages", "bytes": "bytes", "seconds": "seconds"}
     print_rows(reports, columns, as_json)
@@ -54,7 +54,7 @@ def drain(
     names = [*workers, *(nodes.workers_on(alive, node) if node is not None else [])]
     if not names:
         raise HoldfastError(f"no worker has a rank on node {node}" if node else "name a worker, or a node with --node")
-    _print_drained([_drain(url, api_key, name, timeout_s, stop=stop) for name in names], as_json)
+    print_drained([_drain(url, api_key, name, timeout_s, stop=stop) for name in names], as_json)
 
 
 @click.command()
@@ -62,11 +62,11 @@ def drain(
 @_drain_options
 def restart(start_timeout_s: float, timeout_s: float, url: str, api_key: str | None, as_json: bool) -> None:
     """Restart all workers, one after another, while the others serve. Clients do not notice."""
-    restart_all(url, api_key, start_timeout_s, timeout_s, as_json=as_json)
+    print_drained(restart_all(url, api_key, start_timeout_s, timeout_s), as_json)
 
 
-def restart_all(url: str, api_key: str | None, start_timeout_s: float, timeout_s: float, *, as_json: bool) -> None:
-    """Restart all workers, one after another, and print what was migrated. Raises HoldfastError."""
+def restart_all(url: str, api_key: str | None, start_timeout_s: float, timeout_s: float) -> list[dict[str, Any]]:
+    """Restart all workers, one after another. Returns what was migrated. Raises HoldfastError."""
     reports = []
     for worker in get_rows(url, "/holdfast/workers", api_key):
         name = worker["worker_id"]
@@ -78,7 +78,7 @@ def restart_all(url: str, api_key: str | None, start_timeout_s: float, timeout_s
                     f"{name} did not start again within {start_timeout_s} s; later workers are not restarted"
                 )
             time.sleep(POLL_S)
-    _print_drained(reports, as_json)
+    return reports
 
 
 def _serves_again(workers: list[dict[str, Any]], before: dict[str, Any]) -> bool:
@@ -105,6 +105,6 @@ def join(
 
     def drain_node(node_id: str) -> None:
         for name in nodes.workers_on(get_rows(url, "/holdfast/workers", api_key), node_id[:8]):
-            _print_drained([_drain(url, api_key, name, timeout_s, stop=False)], as_json=False)
+            print_drained([_drain(url, api_key, name, timeout_s, stop=False)], as_json=False)
 
     sys.exit(nodes.serve_node(address, [f"--num-cpus={num_cpus}", *ray_options], drain_node))

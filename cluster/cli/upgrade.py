@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cluster.cli.client import get_rows
-from cluster.cli.nodes import restart_all
+from cluster.cli.nodes import print_drained, restart_all
 from cluster.cli.serve import config_flags
 from cluster.cli.supervised import joined
 from cluster.config import Config, load_config
@@ -34,7 +34,7 @@ def upgrade(config_file: Path | None, timeout_s: float, as_key: str | None, as_j
     if given.address is None:
         raise ConfigError("address: name the Ray cluster; one that `holdfast serve` started without is restarted")
     url, start_timeout_s = asyncio.run(_reconfigure(given, as_key))
-    restart_all(url, as_key, start_timeout_s, timeout_s, as_json=as_json)
+    print_drained(restart_all(url, as_key, start_timeout_s, timeout_s), as_json)
 
 
 async def _reconfigure(given: Config, as_key: str | None) -> tuple[str, float]:
