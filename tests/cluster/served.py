@@ -30,6 +30,8 @@ COMMAND_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 60.0
 NUM_TOKENS = 250
 JOURNAL = "j.db"
+HTTP = httpx.Client(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+"""For requests without a client of their own: each client loads certificates for 30 ms, and waits ask often."""
 
 
 class Served:
@@ -82,17 +84,17 @@ class Served:
 
     def workers(self) -> list[dict[str, Any]]:
         # Not with the command line, which takes longer to start than a stream takes to end.
-        return httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
+        return HTTP.get(f"{self.url}/holdfast/workers").json()
 
     def audits(self) -> list[dict[str, Any]]:
-        return httpx.get(f"{self.url}/holdfast/audit", timeout=20).json()
+        return HTTP.get(f"{self.url}/holdfast/audit").json()
 
     def router(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/holdfast/router", timeout=20).json()
+        return HTTP.get(f"{self.url}/holdfast/router").json()
 
     def worker_of(self, session: str) -> dict[str, Any]:
         """The worker that a session is pinned to."""
-        sessions = httpx.get(f"{self.url}/holdfast/sessions", timeout=20).json()
+        sessions = HTTP.get(f"{self.url}/holdfast/sessions").json()
         pin = next(s["worker"] for s in sessions if s["session_id"] == session)
         return next(w for w in self.workers() if f"{w['worker_id']}@{w['incarnation']}" == pin)
 
@@ -182,7 +184,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
     assert not cluster.left(), "SIGTERM leaves no process"
     assert shared_memory() <= before, "nor shared memory"
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"{cluster.url}/health")
+        HTTP.get(f"{cluster.url}/health")
 
 
 async def stream(

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, START_DEADLINE_S, Served, serving
+from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, HTTP, START_DEADLINE_S, Served, serving
 from tests.waiting import until
 
 NOTICED_S = 30.0
@@ -76,7 +76,7 @@ def gcs_of(served: Served) -> psutil.Process:
 
 
 def health(served: Served) -> dict[str, Any]:
-    answer = httpx.get(f"{served.url}/health", timeout=20)
+    answer = HTTP.get(f"{served.url}/health")
     assert answer.status_code == 200
     return dict(answer.json())
 

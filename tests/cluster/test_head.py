@@ -19,7 +19,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from tests.cluster.ray_head import RayHead, ray_head
-from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, actors_under, stream
+from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, HTTP, actors_under, stream
 from tests.ports import free_port
 from tests.redis_server import redis_server
 from tests.waiting import until
@@ -61,7 +61,7 @@ class Machines:
         return len(self.pids("SupervisorActor")) + len(self.head.actors("SupervisorActor"))
 
     def health(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/health", timeout=20).json())
+        return dict(HTTP.get(f"{self.url}/health").json())
 
 
 @contextmanager
@@ -133,5 +133,5 @@ async def test_routers_whose_machine_is_lost_move_to_another(machines: Machines)
 
 def is_served(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health", timeout=20).is_success
+        return HTTP.get(f"{url}/health").is_success
     return False

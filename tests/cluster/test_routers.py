@@ -16,7 +16,7 @@ import psutil
 import pytest
 from openai import APIError, AsyncOpenAI
 
-from tests.cluster.served import START_DEADLINE_S, Served, serving, stream
+from tests.cluster.served import HTTP, START_DEADLINE_S, Served, serving, stream
 from tests.waiting import until
 
 LONG = 2000
@@ -42,7 +42,7 @@ def router_of(served: Served, url: str) -> psutil.Process:
 
 def healthy(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return HTTP.get(f"{url}/health").status_code == 200
     return False
 
 

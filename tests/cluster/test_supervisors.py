@@ -22,6 +22,7 @@ from tests.cluster.ray_head import RayHead, ray_head
 from tests.cluster.served import (
     COMMAND_DEADLINE_S,
     HOLDFAST,
+    HTTP,
     START_DEADLINE_S,
     leading_supervisor,
     shared_memory,
@@ -70,11 +71,11 @@ class Detached:
             await process.wait()
 
     def workers(self) -> list[dict[str, Any]]:
-        answer: list[dict[str, Any]] = httpx.get(f"{self.url}/holdfast/workers", timeout=20).json()
+        answer: list[dict[str, Any]] = HTTP.get(f"{self.url}/holdfast/workers").json()
         return answer
 
     def router(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/holdfast/router", timeout=20).json()
+        answer: dict[str, Any] = HTTP.get(f"{self.url}/holdfast/router").json()
         return answer
 
     def num_pages(self) -> set[int]:
