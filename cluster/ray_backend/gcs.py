@@ -34,11 +34,13 @@ class GcsKeeper:
 
     def __init__(self) -> None:
         self._address = ray.get_runtime_context().gcs_address
-        (self._process,) = (child for child in psutil.Process().children() if child.name() == "gcs_server")
+        self.process: psutil.Process
+        """The GCS that runs now, or ran last."""
+        (self.process,) = (child for child in psutil.Process().children() if child.name() == "gcs_server")
         port = f"--gcs_server_port={self._address.rpartition(':')[2]}"
-        words = self._process.cmdline()
+        words = self.process.cmdline()
         self._command = [port if word.startswith("--gcs_server_port=") else word for word in words]
-        self._environment = self._process.environ()
+        self._environment = self.process.environ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="gcs-keeper", daemon=True)
         self._thread.start()
@@ -66,7 +68,7 @@ class GcsKeeper:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = check.future(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             while not self._stopped.wait(POLL_S):
-                if not runs(self._process):
+                if not runs(self.process):
                     return "died"
                 if not answer.done():
                     continue
@@ -79,8 +81,7 @@ class GcsKeeper:
 
     def _start(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._process.kill()  # one that hangs has the port, and the storage's lock
-            self._process.wait(STOP_TIMEOUT_S)
+            self.process.kill()  # one that hangs has the port, and the storage's lock
+            self.process.wait(STOP_TIMEOUT_S)
         quiet = subprocess.DEVNULL
-        started = subprocess.Popen(self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet)
-        self._process = psutil.Process(started.pid)
+        self.process = psutil.Popen(self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -35,7 +35,7 @@ from cluster.ray_backend.connect import NAMESPACE
 from cluster.ray_backend.gcs import GcsKeeper
 from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment
 from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor, stop_cluster, wait_until_ready
-from tests.chaos.faults import faults_of, gcs_servers
+from tests.chaos.faults import faults_of
 from tests.chaos.nodes import Node
 from tests.hosts import hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
@@ -67,16 +67,24 @@ def ray_head(address: str | None, redis: RedisServer | None) -> Iterator[str]:
         else:
             keep_gcs_state(storage)
         cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | where)
+        keeper: GcsKeeper | None = None
         try:
             ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
             keeper = GcsKeeper()
             yield cluster.address
-            keeper.stop()
         finally:
+            if keeper is not None:
+                keeper.stop()
+            # Its processes, of which it forgets those that it finds dead. Each is waited for, else Python warns.
+            started = [process.process for kind in cluster.head_node.all_processes.values() for process in kind]
             ray.shutdown()
             cluster.shutdown()
-            for gcs in gcs_servers():  # not the one that this cluster has started
-                gcs.kill()
+            if keeper is not None:
+                with suppress(psutil.NoSuchProcess):
+                    keeper.process.kill()
+                keeper.process.wait()
+            for process in started:
+                process.wait()
 
 
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
