@@ -1,4 +1,4 @@
-"""A Ray head node of its own, as ``ray start --head`` starts one."""
+"""Ray nodes of their own, as ``ray start`` starts them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from cluster.ray_backend.nodes import prepare_environment
 from tests.cluster.served import actors_under
 from tests.ports import free_port
 
-START_S = 180
-"""For a busy machine."""
+START_S = 180.0
+STARTS = 5
+"""On a busy machine: ``ray start`` itself gives up after 30 s."""
 
 
 class RayHead:
@@ -42,21 +43,11 @@ class RayHead:
 
     def start(self) -> None:
         """Returns when it runs."""
-        with self._log.open("w") as log:
-            environment = os.environ | self._environment
-            self.process = psutil.Popen(self._command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + START_S
-        while "Ray runtime started" not in self._log.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.1)
+        self.process = started_node(self._command, self._log, self._environment)
 
     def kill(self) -> None:
         """As when its machine loses power: every process of it, at once."""
-        processes = [*self.process.children(recursive=True), self.process]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes)
+        kill([*self.process.children(recursive=True), self.process])
         if self._temp_dir is not None:  # else nodes that it had would be taken for it, as they are on this machine
             (self._temp_dir / "ray_current_cluster").unlink()
 
@@ -65,12 +56,38 @@ class RayHead:
         return actors_under(self.process, name)
 
     def stop(self) -> None:
+        if self.process.poll() is not None:
+            return  # it was killed
         children = self.process.children(recursive=True)
         self.process.terminate()
-        for process in psutil.wait_procs([self.process], timeout=20)[1]:
+        psutil.wait_procs([self.process], timeout=20)
+        psutil.wait_procs(children, timeout=10)
+        kill([self.process, *children])
+
+
+def started_node(command: list[str], log: Path, environment: dict[str, str]) -> psutil.Popen:
+    """The process of ``ray start``, or of a command that calls it, when its node runs."""
+    for _ in range(STARTS):
+        with log.open("w") as out:
+            given = os.environ | environment
+            process = psutil.Popen(command, env=given, stdout=out, stderr=out, start_new_session=True)
+        deadline, children = time.monotonic() + START_S, list[psutil.Process]()
+        while process.poll() is None and time.monotonic() < deadline:
+            if "Ray runtime started" in log.read_text():
+                return process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = process.children(recursive=True) or children
+            time.sleep(0.1)
+        kill([process, *children])
+    raise AssertionError(log.read_text())
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Returns when they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        for child in psutil.wait_procs(children, timeout=10)[1]:
-            child.kill()
+    psutil.wait_procs(processes)
 
 
 @contextmanager
@@ -79,8 +96,8 @@ def ray_head(
 ) -> Iterator[RayHead]:
     """A head node that runs meanwhile."""
     head = RayHead(folder, num_cpus, host, temp_dir, environment)
+    head.start()
     try:
-        head.start()
         yield head
     finally:
         head.stop()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from openai import APIError, AsyncOpenAI
 
-from tests.cluster.ray_head import RayHead, ray_head
+from tests.cluster.ray_head import RayHead, kill, ray_head, started_node
 from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, HTTP, actors_under, stream
 from tests.ports import free_port
 from tests.redis_server import redis_server
@@ -67,15 +67,17 @@ class Machines:
 @contextmanager
 def joined_node(address: str, folder: Path) -> Iterator[psutil.Process]:
     options = ["--num-cpus", "2", "--temp-dir", str(folder), "--node-ip-address", NODE]
-    with (folder / "node.log").open("w") as log:
-        node = psutil.Popen([*HOLDFAST, "join", address, *options], stdout=log, stderr=log)
+    node = started_node([*HOLDFAST, "join", address, *options], folder / "node.log", {})
     try:
         yield node
     finally:
-        processes = [node, *node.children(recursive=True)]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes)
+        kill([*node.children(recursive=True), node])
+
+
+@pytest.fixture
+def in_long_runs(long: bool) -> None:
+    if not long:
+        pytest.skip("make test-long")
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ async def test_the_head_dies_under_streams_and_comes_back(machines: Machines) ->
     assert not machines.serving()
 
 
-async def test_routers_whose_machine_is_lost_move_to_another(machines: Machines) -> None:
+async def test_routers_whose_machine_is_lost_move_to_another(in_long_runs: None, machines: Machines) -> None:
     await machines.serve(on=HEAD)
     ranks = machines.pids("RankActor")
     assert len(ranks) == 2 and not machines.pids("RouterActor") and machines.head.actors("RouterActor")
