@@ -75,16 +75,12 @@ def ray_head(address: str | None, redis: RedisServer | None) -> Iterator[str]:
         finally:
             if keeper is not None:
                 keeper.stop()
-            # Its processes, of which it forgets those that it finds dead. Each is waited for, else Python warns.
-            started = [process.process for kind in cluster.head_node.all_processes.values() for process in kind]
             ray.shutdown()
             cluster.shutdown()
             if keeper is not None:
                 with suppress(psutil.NoSuchProcess):
                     keeper.process.kill()
-                keeper.process.wait()
-            for process in started:
-                process.wait()
+                keeper.process.wait()  # else Python warns when it is collected
 
 
 async def play(num_faults: int, seed: int) -> dict[str, Any]:
