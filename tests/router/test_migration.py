@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -320,6 +321,19 @@ async def test_turns_of_a_draining_worker_migrate_their_kv_first(tmp_path: Path,
         await until(lambda: cluster.pinned_to("b") == "w1", 10, "the turn to move")
         assert len(await running) == 1000
         assert 1000 < target.counters["computed_tokens"] < 1100, "the output so far is computed, the history came as KV"
+
+
+async def test_a_drain_waits_for_what_was_just_submitted(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, ["b"]) as (cluster, stub, _):
+        core, worker = cluster.router.core, cluster.workers["w0"]
+        worker._leader.call(lambda: time.sleep(1.0))  # a step that takes so long
+        short = pb.Sampling(**(TURN | {"max_tokens": 5}))
+        running = asyncio.create_task(
+            ended(stub.Generate(pb.GenerateRequest(session_id="b", tokens=pb.TokenIds(ids=[7]), sampling=short)))
+        )
+        await until(lambda: worker._stream_of, 5, "the worker to have the turn")
+        assert await core.fleet._links["w0@1"].drain(60.0, 10.0) == 0
+        assert len(await running) == 5 and cluster.pinned_to("b") == "w0"
 
 
 async def test_a_worker_that_ends_before_it_could_answer_is_drained(

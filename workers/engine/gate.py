@@ -31,6 +31,11 @@ class Gate:
         self._put = put
         self._waiting: dict[str, _Waiting] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """The submissions that are kept."""
+        return len(self._waiting)
+
     def wait(
         self,
         submission: Submission,

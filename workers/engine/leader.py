@@ -237,6 +237,11 @@ class Leader:
         """End a turn and return its session to its last good turn. An unknown turn is ignored."""
         self._commands.put(partial(self._abort, turn_id))
 
+    @property
+    def num_turns(self) -> int:
+        """Turns that run, wait, or are not admitted yet because of their grammar or of KV that is loaded."""
+        return len(self.scheduler.turns) + self._gate.num_waiting
+
     def end_all(self, reason: Finish | HoldfastError) -> None:
         """End every turn, running or waiting; the sessions return to their last good turns."""
 

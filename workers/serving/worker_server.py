@@ -308,13 +308,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DrainResponse:
         self._draining = True
         deadline = self._loop.time() + request.timeout_s
-        turns = self._leader.scheduler.turns
-        while turns and self._loop.time() < deadline:
+        await result_of(self._leader.call(lambda: None))  # what was submitted before is a turn, or waits to be one
+        while self._leader.num_turns and self._loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        num_preempted = len(turns)
+        num_preempted = self._leader.num_turns
         # Their routers fail them over, as if this worker had died.
         self._leader.end_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
-        while turns:
+        while self._leader.num_turns:
             await asyncio.sleep(DRAIN_POLL_S)
         return worker_pb2.DrainResponse(turns_preempted=num_preempted)
 
