@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.test_logits import PagedModel, load
 from workers.kernels.backend import load_backend
-from workers.kernels.packed import FP4_VALUES, FP8Weight, MXFP4Weight, from_mxfp4
+from workers.kernels.packed import FP4_VALUES, FP8Weight, MXFP4Planes, from_mxfp4
 from workers.models import read_config
 from workers.models.feed_forward import ExpertsWeights
 from workers.models.loader import Loader
@@ -82,7 +82,7 @@ def test_mxfp4(tmp_path: Path, seed: int) -> None:
     expected = logits(tmp_path)
     rewrite(tmp_path, quantized, quantization_config={"quant_method": "mxfp4"})
     torch.testing.assert_close(logits(tmp_path), expected, atol=1e-5, rtol=1e-5)
-    check_packed(tmp_path, MXFP4Weight, expected, moe_layer=0)
+    check_packed(tmp_path, MXFP4Planes, expected, moe_layer=0)
 
 
 def check_packed(folder: Path, kind: type, expected: torch.Tensor, moe_layer: int) -> None:
@@ -95,6 +95,19 @@ def check_packed(folder: Path, kind: type, expected: torch.Tensor, moe_layer: in
     assert isinstance(mixer.o, FP8Weight) == (kind is FP8Weight)
     got = PagedModel(decoder, 4).feed(list(range(5, 17)))
     torch.testing.assert_close(got, expected[: len(got)], atol=1e-4, rtol=1e-4)
+
+
+def unpacked(weight: MXFP4Planes) -> torch.Tensor:
+    """What the words of a weight mean, in fp32."""
+    words = weight.words.int().unflatten(-1, (-1, 1, 32)) & 0xFFFF
+    last = (words << 1 & 0x8000) | (words >> 5 & 0x100) | (words >> 4 & 0xC0)
+    bits = torch.cat([*(words << shift & 0x81C0 for shift in (0, 3, 6)), last], dim=3)
+    signed = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
+    values = signed[(bits >> 12 & 8) | (bits >> 6 & 7)]
+    pairs = weight.scales.int().transpose(1, 2)
+    exponents = torch.stack((pairs & 0xFF, pairs >> 8 & 0xFF), dim=-1).flatten(2)
+    powers = torch.exp2(exponents.float() - 127).unflatten(-1, (-1, 4)).unsqueeze(-1)
+    return (values * powers).flatten(2)[..., : weight.depth]
 
 
 @pytest.mark.parametrize(("size", "is_packed"), [(128, True), (96, False)])
@@ -112,10 +125,10 @@ def test_a_share_that_cuts_a_group_of_mxfp4_is_dequantized(tmp_path: Path, size:
     whole = experts_of(tmp_path, config, "torch_native", Shard())
     for rank in range(2):
         packed, plain = (experts_of(tmp_path, config, name, Shard(rank, 2)) for name in ("triton", "torch_native"))
-        assert isinstance(packed.down, MXFP4Weight) == is_packed == isinstance(packed.gate_up, MXFP4Weight)
+        assert isinstance(packed.down, MXFP4Planes) == is_packed == isinstance(packed.gate_up, MXFP4Planes)
         for name in ("gate_up", "down"):
             ours, theirs = getattr(packed, name), getattr(plain, name)
-            assert torch.equal(ours.dequantized(torch.float32) if is_packed else ours, theirs)
+            assert torch.equal(unpacked(ours) if is_packed else ours, theirs)
         mine = slice(rank * size // 2, (rank + 1) * size // 2)
         assert torch.equal(plain.down, whole.down[..., mine])  # type: ignore[index]  # torch's are tensors
 

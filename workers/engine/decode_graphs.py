@@ -9,10 +9,12 @@ The bits are those of a step that is not captured: no kernel's sums depend on th
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -53,9 +55,21 @@ class CudaCapture:
             run()
         stream.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return result, graph.replay
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: a graph or an event among it would be destroyed, which ends a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture_of(device: torch.device) -> Capture | None:
@@ -146,6 +160,7 @@ class DecodeGraphs:
                 positions + 1,
                 page_size,
                 heads=heads,
+                dtype=self._decoder.dtype,
                 kv_heads=self._kv.k[first_layer].shape[1],
                 most=most,
                 window=group.window,

@@ -59,6 +59,7 @@ class DecodePlanner(Protocol):
         page_size: int,
         *,
         heads: HeadShape,
+        dtype: torch.dtype,
         kv_heads: int,
         most: int,
         window: int = 0,

@@ -5,15 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.kernels.fp8 import stored
 from workers.kernels.paged_attention import HeadShape
+from workers.kernels.tiles import AttentionTiles, Blocks, attention_tiles, is_hopper
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.upload import upload_parts
 
@@ -22,37 +25,8 @@ MAX_PROGRAMS = 65_536
 run side by side save."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The tile sizes for one shape of heads, for decodes and extends alike.
-
-    They follow from the weights' shapes, never from the batch: tensor cores of one kind may add up the products of
-    a row in another order for tiles of another size.
-    """
-
-    rows: int
-    block_n: int
-    split: int
-    """Positions that are summed apart: few enough that one long sequence fills a device, and enough that the partial
-    sums are a small part of the KV."""
-    num_warps: int = 8
-    num_stages: int = 2
-
-
-def blocks_of(v_dim: int) -> Blocks:
-    """The largest that no compiler spills (docs/kernels.md), with two stages in 64 KB, which every device has.
-
-    A decode leaves most of its rows empty, which costs nothing that its reading of the KV does not hide.
-    """
-    width = triton.next_power_of_2(v_dim)
-    if width <= 64:
-        return Blocks(64, 64, 512)
-    if width <= 128:
-        return Blocks(64, 32, 512)
-    return Blocks(32, 32, 512) if width <= 256 else Blocks(16, 16, 1024)
-
-
 def constants(
+    blocks: Blocks,
     *,
     heads: int,
     group: int,
@@ -65,7 +39,6 @@ def constants(
     latent: bool,
 ) -> dict[str, int | bool]:
     """What the kernels are compiled for."""
-    blocks = blocks_of(v_dim)
     block_v = max(16, triton.next_power_of_2(v_dim))
     return {
         "HEADS": heads,
@@ -85,6 +58,11 @@ def constants(
         "SINKS": sinks,
         "LATENT": latent,
     }
+
+
+def _options(blocks: Blocks) -> dict[str, int | bool]:
+    # Whether a product and a sum are fused must not be the compiler's choice, kernel by kernel.
+    return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
 
 
 def _of(kernel: Any, known: dict[str, int | bool]) -> dict[str, int | bool]:
@@ -108,7 +86,7 @@ class TritonPlan:
     page_size: int
     group: int
     window: int
-    blocks: Blocks
+    blocks: AttentionTiles
 
     def attend(
         self,
@@ -130,8 +108,8 @@ class TritonPlan:
         v_dim = v_dim if latent else values.shape[-1]
         heads, kv_heads = q.shape[1], k_pages.shape[1]
         out = q.new_empty(q.shape[0], heads, v_dim)
-        blocks = self.blocks
-        known = constants(
+        shape = partial(
+            constants,
             heads=heads,
             group=self.group,
             k_dim=k_dim,
@@ -142,17 +120,17 @@ class TritonPlan:
             sinks=sinks is not None,
             latent=latent,
         )
-        # Whether a product and a sum are fused must not be the compiler's choice, kernel by kernel.
-        options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
         strides = (self.tables.stride(0), *k_pages.stride()[:2], *values.stride()[:2])
         read = (q, k_pages, values, self.tables)
         given_sinks = q if sinks is None else sinks
         if len(self.one_by_one):
             extend_kernel[len(self.one_by_one), kv_heads](
                 out, *read, self.one_by_one, self.spans, given_sinks, scale, softcap, *strides,
-                **_of(extend_kernel, known), **options,
+                **_of(extend_kernel, shape(self.blocks.extend)), **_options(self.blocks.extend),
             )  # fmt: skip
         if len(self.side_by_side):
+            blocks = self.blocks.decode
+            known, options = shape(blocks), _options(blocks)
             num_parts = len(self.side_by_side) * kv_heads * self.num_splits * min(self.group, blocks.rows)
             part_values = torch.empty(num_parts * v_dim, dtype=torch.float32, device=q.device)
             part_sums = torch.empty(num_parts * 2, dtype=torch.float32, device=q.device)
@@ -178,23 +156,28 @@ def plan_triton_attention(
     window: int = 0,
 ) -> TritonPlan:
     """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
-    blocks, group = blocks_of(heads.v_dim), heads.group
-    split = blocks.split
+    blocks, group = attention_tiles(heads.v_dim, is_hopper(tables.device, dtype)), heads.group
+    split = blocks.extend.split
     # By whole arrays: a loop over a large batch takes longer than all else that a step's launch costs the host.
     queries, contexts = np.asarray(query_lens, dtype=np.int32), np.asarray(context_lens, dtype=np.int32)
     spans = np.stack([np.cumsum(queries) - queries, queries, contexts], axis=1, dtype=np.int32)
     first_splits = np.maximum(0, contexts - window) // split if window else 0
     splits = (contexts - 1) // split + 1 - first_splits
     apart = (queries == 1) & (splits > 1)
-    num_tiles = -(-queries * group // blocks.rows)
-    sequences = np.repeat(np.arange(len(queries), dtype=np.int32), num_tiles)
-    rows = (np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * blocks.rows
-    tiles = np.stack([sequences, rows], axis=1, dtype=np.int32)
-    side_by_side, one_by_one = tiles[apart[sequences]], tiles[~apart[sequences]]
     num_splits = int(splits.max(initial=0, where=apart))
+    side_by_side = _tiles(np.flatnonzero(apart), queries * group, blocks.decode.rows)
+    one_by_one = _tiles(np.flatnonzero(~apart), queries * group, blocks.extend.rows)
     parts = upload_parts([array("i", part.tobytes()) for part in (spans, side_by_side, one_by_one)], tables.device)
     spans_, side, one = parts[0].view(-1, 3), parts[1].view(-1, 2), parts[2].view(-1, 2)
     return TritonPlan(tables, spans_, side, one, num_splits, page_size, group, window, blocks)
+
+
+def _tiles(sequences: NDArray[np.int64], num_rows: NDArray[np.int32], height: int) -> NDArray[np.int32]:
+    """The tiles of some sequences, in order: int32 ``[tiles, 2]``, each one's sequence and first row."""
+    counts = -(-num_rows[sequences] // height)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    rows = (np.arange(len(before)) - before) * height
+    return np.stack([np.repeat(sequences, counts), rows], axis=1).astype(np.int32)
 
 
 def plan_triton_decodes(
@@ -203,20 +186,24 @@ def plan_triton_decodes(
     page_size: int,
     *,
     heads: HeadShape,
+    dtype: torch.dtype,
     kv_heads: int,
     most: int,
     window: int = 0,
 ) -> TritonPlan:
     """See ``DecodePlanner``. The bits are those of ``plan_triton_attention``."""
-    blocks, device = blocks_of(heads.v_dim), tables.device
+    device = tables.device
+    blocks = attention_tiles(heads.v_dim, is_hopper(device, dtype))
     sequence = torch.arange(len(tables), dtype=torch.int32, device=device)
     spans = torch.stack((sequence, torch.ones_like(sequence), context_lens.int()), dim=1)
-    rows = torch.arange(0, heads.group, blocks.rows, dtype=torch.int32, device=device)
-    tiles = torch.stack((sequence.repeat_interleave(len(rows)), rows.repeat(len(tables))), dim=1)
-    num_splits = -(-most // blocks.split)
+    num_splits = -(-most // blocks.decode.split)
     if window:
-        num_splits = min(num_splits, -(-window // blocks.split) + 1)
-    apart = 1 < num_splits <= MAX_PROGRAMS // (len(tiles) * kv_heads)
+        num_splits = min(num_splits, -(-window // blocks.decode.split) + 1)
+    num_tiles = len(tables) * -(-heads.group // blocks.decode.rows)
+    apart = 1 < num_splits <= MAX_PROGRAMS // (num_tiles * kv_heads)
+    height = (blocks.decode if apart else blocks.extend).rows
+    rows = torch.arange(0, heads.group, height, dtype=torch.int32, device=device)
+    tiles = torch.stack((sequence.repeat_interleave(len(rows)), rows.repeat(len(tables))), dim=1)
     none = tiles.narrow(0, 0, 0)
     side, one = (tiles, none) if apart else (none, tiles)
     return TritonPlan(tables, spans, side, one, num_splits, page_size, heads.group, window, blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
 GROUP = 32
 """Values of MXFP4 that have one scale."""
+PLANES = 4
+CHUNK = PLANES * GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,57 @@ class MXFP4Weight:
         groups = slice(first // GROUP, -(-end // GROUP))
         return MXFP4Weight(self.blocks[matrices, rows, groups], self.scales[matrices, rows, groups], end - first)
 
-    def to(self, device: torch.device) -> MXFP4Weight:
-        return replace(self, blocks=self.blocks.contiguous().to(device), scales=self.scales.contiguous().to(device))
+    def planes(self, device: torch.device) -> MXFP4Planes | None:
+        """As a GPU's kernels read it; None if a scale is above 2, which they do not multiply with."""
+        if self.scales.max() > E8M0_BIAS + 1:
+            return None
+        num_chunks = -(-self.depth // CHUNK)
+        words = [_words(blocks.to(device), num_chunks) for blocks in self.blocks]
+        scales = self.scales.to(device).transpose(1, 2)
+        scales = torch.nn.functional.pad(scales, (0, 0, 0, num_chunks * PLANES - scales.shape[1])).int()
+        pairs = (scales[:, ::2] | scales[:, 1::2] << 8).to(torch.int16)
+        return MXFP4Planes(torch.stack(words), pairs.contiguous(), self.depth)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         # One matrix at a time: together, in fp32, they are eight times as large as stored.
         parts = [from_mxfp4(*pair).to(dtype) for pair in zip(self.blocks, self.scales, strict=True)]
         return torch.stack(parts)[..., : self.depth].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4Planes:
+    """``[matrices, rows, depth]`` in MXFP4, in chunks of four planes of 32 values, which have one scale each.
+
+    A word has a code of each plane: the bits of a code are where bf16 has them, or where one shift and a mask take
+    them there. (Triton's own kernels have bits in such an order too: triton_kernels, tensor_details.)
+    """
+
+    words: Tensor
+    """int16 ``[matrices, rows, chunks * GROUP]``"""
+    scales: Tensor
+    """int16 ``[matrices, chunks * PLANES / 2, rows]``, those of two planes together, the first in the low bits.
+
+    Of bytes, Triton would have tensor cores multiply in another order of the depth, with tiles of few rows alone.
+    """
+    depth: int
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+def _words(blocks: Tensor, num_chunks: int) -> Tensor:
+    """``blocks`` uint8 ``[rows, groups, GROUP / 2]`` as words int16 ``[rows, chunks * GROUP]``."""
+    codes = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).view(len(blocks), -1, GROUP).int()
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, num_chunks * PLANES - codes.shape[1]))
+    first, second, third, last = codes.view(len(blocks), num_chunks, PLANES, GROUP).unbind(2)
+    words = _bits(first) | _bits(second) >> 3 | _bits(third) >> 6
+    words |= (last & 8) << 11 | (last & 4) << 11 | (last & 3) << 10
+    return words.to(torch.int16).flatten(1)
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """Sign and magnitude of E2M1 where bf16 has its sign and the middle of exponent and mantissa."""
+    return (codes & 8) << 12 | (codes & 7) << 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +133,18 @@ class FP8Weight:
         return torch.stack([from_fp8_blocks(*pair, self.block).to(dtype) for pair in pairs])
 
 
-PackedWeight: TypeAlias = MXFP4Weight | FP8Weight
+PackedWeight: TypeAlias = MXFP4Planes | FP8Weight
+"""As the kernels of a GPU read it."""
+Stored = TypeVar("Stored", MXFP4Weight, FP8Weight)
+"""As a checkpoint has it."""
 
 
-def concatenated(weights: Sequence[PackedWeight], dim: int) -> PackedWeight | None:
+def concatenated(weights: Sequence[Stored], dim: int) -> Stored | None:
     """Weights of one format after one another: matrices (0) or rows (1). None if rows end within a block of rows."""
     first = weights[0]
     if isinstance(first, MXFP4Weight):
-        each = [weight for weight in weights if isinstance(weight, MXFP4Weight)]
-        blocks, scales = torch.cat([w.blocks for w in each], dim), torch.cat([w.scales for w in each], dim)
+        of_mxfp4 = [weight for weight in weights if isinstance(weight, MXFP4Weight)]
+        blocks, scales = (torch.cat([getattr(w, name) for w in of_mxfp4], dim) for name in ("blocks", "scales"))
         return replace(first, blocks=blocks, scales=scales)
     of_fp8 = [weight for weight in weights if isinstance(weight, FP8Weight)]
     if dim == 1 and any(weight.values.shape[1] % first.block[0] for weight in of_fp8[:-1]):

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import torch
 import triton
 from torch import Tensor
 
 from workers.kernels.packed import FP8Weight
 from workers.kernels.packed_launch import as_stored
 from workers.kernels.products import TorchProducts, Weight, as_tensor
+from workers.kernels.tiles import is_hopper, product_tile
 from workers.kernels.triton_products import product_kernel
 
-MIN_COLUMN_TILES = 96
-"""A product of few rows is as fast as its weights are read, which takes most of a GPU's multiprocessors."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProductBlocks:
-    """The tile of one weight: never by the batch, or a row's bits would depend on it."""
-
-    columns: int
-    rows: int = 64
-    depth: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-def blocks_of(num_columns: int) -> ProductBlocks:
-    """The widest tile that leaves enough of them; 32 columns for small weights."""
-    for columns in (128, 64):
-        if num_columns >= columns * MIN_COLUMN_TILES:
-            return ProductBlocks(columns)
-    return ProductBlocks(32)
+BAND = 8
+"""Rows of tiles."""
 
 
 class TritonProducts(TorchProducts):
@@ -47,6 +28,15 @@ class TritonProducts(TorchProducts):
         _launch(out.unsqueeze(1), rows.unsqueeze(1), heads, bias)
         return out
 
+    def scores(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        matrix = as_tensor(weight)
+        if x.dtype is not matrix.dtype:
+            return super().scores(x, weight, bias)
+        # A product of two of 16 bits is exact in fp32, which tensor cores add up in.
+        out = x.new_empty(len(x), len(matrix), dtype=torch.float32)
+        _launch(out.unsqueeze(1), x.contiguous().unsqueeze(1), matrix.unsqueeze(0), bias)
+        return out
+
     def by_head(self, x: Tensor, weight: Weight) -> Tensor:
         rows, weight = x if x.stride(-1) == 1 else x.contiguous(), as_tensor(weight)
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
@@ -58,12 +48,12 @@ def _launch(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None
     """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``, of one head if it is packed."""
     stored, scales, form = as_stored(weight)
     heads, n, k = stored.shape
-    blocks = blocks_of(n)
     if not len(x):
         return
-    product_kernel[triton.cdiv(len(x), blocks.rows), triton.cdiv(n, blocks.columns), heads](
+    tile = product_tile(n, len(x), isinstance(weight, Tensor) and is_hopper(x.device, x.dtype))
+    product_kernel[triton.cdiv(len(x), tile.rows) * triton.cdiv(n, tile.columns), heads](
         out, x, stored, scales, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0),
-        x.stride(1), *stored.stride(), **form, N=n, K=k, BLOCK_M=blocks.rows, BLOCK_N=blocks.columns,
-        BLOCK_K=blocks.depth, BIAS=bias is not None, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        x.stride(1), *stored.stride(), **form, N=n, K=k, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth, BAND=BAND, BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def rotate_kernel(
     if head < HEADS:
         result = _rotated(q + token * q_stride + head * q_head_stride, q_weight, eps, cos, sin, d, DIM, ROPE, NORM)
         tl.store(q_out + (token * HEADS + head) * DIM + d, result.to(q_out.dtype.element_ty), mask=d < DIM)
-    else:
+    elif KV_HEADS > 0:
         page, offset = tl.load(pages + token), tl.load(offsets + token)
         if head < HEADS + KV_HEADS:
             kv_head = head - HEADS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.kernels.triton_packed import read_tile
+from workers.kernels.triton_packed import MXFP4, load_pair, load_words, plane_of, read_tile
 
 
 @triton.jit
@@ -55,23 +55,36 @@ def expert_gate_kernel(
         scales_before = expert.to(tl.int64) * ((2 * SIZE + SCALE_ROWS - 1) // SCALE_ROWS)
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, HIDDEN, BLOCK_K):
-            i = k + tl.arange(0, BLOCK_K)
-            rows = tl.load(
-                x + (row // TOP_K)[:, None] * HIDDEN + i[None, :],
-                mask=there[:, None] & (i < HIDDEN)[None, :],
-                other=0.0,
-            )
-            gates = read_tile(
-                weight, scales, rows_before + column, scales_before + column // SCALE_ROWS, inside, k, rows,
-                HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
-            )  # fmt: skip
-            gate += tl.dot(rows, gates, input_precision="ieee")
-            ups = read_tile(
-                weight, scales, rows_before + SIZE + column, scales_before + (SIZE + column) // SCALE_ROWS, inside, k,
-                rows, HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
-            )  # fmt: skip
-            up += tl.dot(rows, ups, input_precision="ieee")
+        from_x = x + (row // TOP_K)[:, None] * HIDDEN
+        if FORMAT == MXFP4:
+            chunks: tl.constexpr = (HIDDEN + 127) // 128
+            from_scales = scales + expert.to(tl.int64) * chunks * 2 * 2 * SIZE + column
+            for chunk in range(0, chunks):
+                gate_words = load_words(weight, rows_before + column, inside, chunk, chunks)
+                up_words = load_words(weight, rows_before + SIZE + column, inside, chunk, chunks)
+                for plane in tl.static_range(4):
+                    i = chunk * 128 + plane * 32 + tl.arange(0, 32)
+                    rows = tl.load(from_x + i[None, :], mask=there[:, None] & (i < HIDDEN)[None, :], other=0.0)
+                    gate_pair = load_pair(from_scales, inside, chunk, plane, 2 * SIZE)
+                    gates = plane_of(gate_words, gate_pair, rows, plane)
+                    gate = tl.dot(rows, gates, gate, input_precision="ieee")
+                    up_pair = load_pair(from_scales + SIZE, inside, chunk, plane, 2 * SIZE)
+                    ups = plane_of(up_words, up_pair, rows, plane)
+                    up = tl.dot(rows, ups, up, input_precision="ieee")
+        else:
+            for k in range(0, HIDDEN, BLOCK_K):
+                i = k + tl.arange(0, BLOCK_K)
+                rows = tl.load(from_x + i[None, :], mask=there[:, None] & (i < HIDDEN)[None, :], other=0.0)
+                gates = read_tile(
+                    weight, scales, rows_before + column, scales_before + column // SCALE_ROWS, inside, k, rows,
+                    HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
+                )  # fmt: skip
+                gate = tl.dot(rows, gates, gate, input_precision="ieee")
+                ups = read_tile(
+                    weight, scales, rows_before + SIZE + column, scales_before + (SIZE + column) // SCALE_ROWS, inside,
+                    k, rows, HIDDEN, BLOCK_K, FORMAT, SCALE_DEPTH,
+                )  # fmt: skip
+                up = tl.dot(rows, ups, up, input_precision="ieee")
         if BIAS:
             gate += tl.load(bias + expert * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + expert * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -115,18 +128,26 @@ def expert_down_kernel(
         row_of_column = expert.to(tl.int64) * HIDDEN + column
         scales_before = expert.to(tl.int64) * ((HIDDEN + SCALE_ROWS - 1) // SCALE_ROWS)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, SIZE, BLOCK_K):
-            i = k + tl.arange(0, BLOCK_K)
-            rows = tl.load(
-                hidden + place.to(tl.int64)[:, None] * SIZE + i[None, :],
-                mask=there[:, None] & (i < SIZE)[None, :],
-                other=0.0,
-            )
-            weights = read_tile(
-                weight, scales, row_of_column, scales_before + column // SCALE_ROWS, inside, k, rows,
-                SIZE, BLOCK_K, FORMAT, SCALE_DEPTH,
-            )  # fmt: skip
-            total += tl.dot(rows, weights, input_precision="ieee")
+        from_hidden = hidden + place.to(tl.int64)[:, None] * SIZE
+        if FORMAT == MXFP4:
+            chunks: tl.constexpr = (SIZE + 127) // 128
+            from_scales = scales + expert.to(tl.int64) * chunks * 2 * HIDDEN + column
+            for chunk in range(0, chunks):
+                words = load_words(weight, row_of_column, inside, chunk, chunks)
+                for plane in tl.static_range(4):
+                    i = chunk * 128 + plane * 32 + tl.arange(0, 32)
+                    rows = tl.load(from_hidden + i[None, :], mask=there[:, None] & (i < SIZE)[None, :], other=0.0)
+                    weights = plane_of(words, load_pair(from_scales, inside, chunk, plane, HIDDEN), rows, plane)
+                    total = tl.dot(rows, weights, total, input_precision="ieee")
+        else:
+            for k in range(0, SIZE, BLOCK_K):
+                i = k + tl.arange(0, BLOCK_K)
+                rows = tl.load(from_hidden + i[None, :], mask=there[:, None] & (i < SIZE)[None, :], other=0.0)
+                weights = read_tile(
+                    weight, scales, row_of_column, scales_before + column // SCALE_ROWS, inside, k, rows,
+                    SIZE, BLOCK_K, FORMAT, SCALE_DEPTH,
+                )  # fmt: skip
+                total = tl.dot(rows, weights, total, input_precision="ieee")
         if BIAS:
             total += tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         total = total * tl.load(share + row, mask=there, other=0.0).to(tl.float32)[:, None]

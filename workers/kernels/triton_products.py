@@ -32,25 +32,33 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
     BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
 ):
-    """Program (tile of rows, tile of columns, head): neighbours read the same weights."""
-    head = tl.program_id(2)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Program (tile, head): neighbours are tiles of ``BAND`` rows of tiles, which a cache holds with their columns."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    band = tile // (BAND * column_tiles) * BAND
+    height = tl.minimum(BAND, tl.cdiv(num_rows, BLOCK_M) - band)
+    in_band = tile % (BAND * column_tiles)
+    row = (band + in_band % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = in_band // height * BLOCK_N + tl.arange(0, BLOCK_N)
     there, inside = row < num_rows, column < N
     x += head * x_head_stride
     weight += head.to(tl.int64) * w_head_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         i = k + tl.arange(0, BLOCK_K)
-        rows = tl.load(x + row[:, None] * x_row_stride + i[None, :], mask=there[:, None] & (i < K)[None, :], other=0.0)
+        in_rows, in_columns = there[:, None], inside[None, :]
+        if K % BLOCK_K:
+            in_rows, in_columns = in_rows & (i < K)[None, :], in_columns & (i < K)[:, None]
+        rows = tl.load(x + row[:, None] * x_row_stride + i[None, :], mask=in_rows, other=0.0)
         if FORMAT == PLAIN:
             at = column.to(tl.int64)[None, :] * w_n_stride + i[:, None] * w_k_stride
-            columns = tl.load(weight + at, mask=(i < K)[:, None] & inside[None, :], other=0.0)
+            columns = tl.load(weight + at, mask=in_columns, other=0.0)
         else:
             columns = read_tile(
                 weight, scales, column.to(tl.int64), column // SCALE_ROWS, inside, k, rows,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workers.kernels.backend import TORCH, Backend
-from workers.kernels.packed import PackedWeight, concatenated
+from workers.kernels.packed import FP8Weight, PackedWeight, concatenated
 from workers.kernels.products import Weight
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from workers.models.feed_forward import ExpertsWeights, MLPWeights
@@ -307,7 +307,9 @@ class Loader:
         mine = down.part(local, every, slice(first, end))
         assert both is not None, "MXFP4 has no blocks of rows"
         if self._packs_experts and mine is not None:
-            return both.to(t.device), mine.to(t.device)
+            both_packed, mine_packed = both.planes(t.device), mine.planes(t.device)
+            if both_packed is not None and mine_packed is not None:
+                return both_packed, mine_packed
         wide = replace(down, blocks=down.blocks[local], scales=down.scales[local]).dequantized(self._dtype)
         return both.dequantized(self._dtype).to(t.device), wide[..., first:end].contiguous().to(t.device)
 
@@ -344,7 +346,7 @@ class Loader:
 
     def _packed(
         self, parts: Sequence[tuple[str, int, Part | None]], depth: int, columns: Part | None = None
-    ) -> PackedWeight | None:
+    ) -> FP8Weight | None:
         """Parts of matrices after one another, as they are stored in FP8 blocks; None if not, or one cuts a block."""
         every, found = slice(None), []
         for name, num_rows, rows in parts:

@@ -22,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from workers.kernels.attention_launch import blocks_of, constants
+from workers.kernels.attention_launch import constants
 from workers.kernels.elementwise_launch import EMBED_BLOCK, GATED_BLOCK, warps_of
-from workers.kernels.experts_launch import BLOCKS, options_of
-from workers.kernels.packed import FP8Weight, MXFP4Weight
+from workers.kernels.packed import FP8Weight, MXFP4Planes
 from workers.kernels.packed_launch import format_of
-from workers.kernels.products_launch import blocks_of as product_blocks
+from workers.kernels.products_launch import BAND
+from workers.kernels.tiles import attention_tiles, expert_tile, product_tile
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
@@ -42,6 +42,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
 """With the shared memory of a program, in KB."""
+HOPPER = "sm_90"
 TENSOR_CORES = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
 BATCH, CONTEXT = 64, 8192
 """Of the decode whose bytes are counted."""
@@ -73,6 +74,7 @@ HEADS = {
 }
 KERNELS = {"decode": decode_kernel, "extend": extend_kernel, "sum of splits": sum_kernel}
 HEAD_OF_128 = {"DIM": 128, "V_DIM": 128, "ROPE": 128, "PAGE": 16, "BLOCK": 128}
+ROTATED = {"DIM": 64, "V_DIM": 64, "ROPE": 64, "PAGE": 0, "BLOCK": 64, "HEADS": 16, "KV_HEADS": 0, "NORM": False}
 ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "add and norm": (
         add_norm_kernel,
@@ -81,6 +83,7 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
         {"SIZE": 4096, "BLOCK": 4096, "ADD": True, "NORM": True},
     ),
     "norm, rotate, write": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
+    "rotate": (rotate_kernel, "DeepSeek V3, TP 8", 1, ROTATED),
     "norm, rotate, write fp8": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
     "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "BLOCK_R": 64}),
     "embed": (
@@ -98,19 +101,17 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 }
 """Kernel, model, warps and constants. Each reads and writes every element once."""
 PRODUCTS = {
-    "product, query, key and value": ("Llama 3.1 8B", 6144, 4096),
-    "product, attention's output": ("Llama 3.1 8B", 4096, 4096),
-    "product, gate and up": ("Llama 3.1 8B", 28_672, 4096),
-    "product, attention's output, FP8": ("DeepSeek V3, TP 8", 7168, 2048),
+    "product, query, key and value": ("Llama 3.1 8B", 6144, 4096, 16),
+    "product, attention's output": ("Llama 3.1 8B", 4096, 4096, 64),
+    "product, gate and up": ("Llama 3.1 8B", 28_672, 4096, 4096),
+    "product, attention's output, FP8": ("DeepSeek V3, TP 8", 7168, 2048, 64),
 }
-"""Model, columns and depth."""
-TILE = {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.depth}
-GPT_OSS = TILE | {"HIDDEN": 2880, "SIZE": 2880, "BIAS": True}
-DEEPSEEK = TILE | {"HIDDEN": 7168, "SIZE": 256, "BIAS": False}
+"""Model, columns, depth and rows."""
+GPT_OSS = {"HIDDEN": 2880, "SIZE": 2880, "BIAS": True}
+DEEPSEEK = {"HIDDEN": 7168, "SIZE": 256, "BIAS": False}
 NONE = torch.zeros(0, 0)
 PLAIN = format_of(NONE)
-MXFP4 = MXFP4Weight(NONE, NONE, 0)
-IN_MXFP4 = format_of(MXFP4)
+IN_MXFP4 = format_of(MXFP4Planes(NONE, NONE, 0))
 IN_FP8 = format_of(FP8Weight(NONE, NONE, (128, 128)))
 EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "experts, gate and up": (expert_gate_kernel, "gpt-oss 20B", GPT_OSS | PLAIN | {"TOP_K": 4, "CLAMPED": True}),
@@ -170,18 +171,32 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
         source, _, num_warps, given = ELEMENTWISE[kernel]
         return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps}, fp8=kernel.endswith("fp8"))
     if kernel in PRODUCTS:
-        _, columns, depth = PRODUCTS[kernel]
-        tile = product_blocks(columns)
-        given = {"N": columns, "K": depth, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+        _, columns, depth, num_rows = PRODUCTS[kernel]
+        tile = product_tile(columns, num_rows, target == HOPPER and not kernel.endswith("FP8"))
+        given = {
+            "BAND": BAND,
+            "N": columns,
+            "K": depth,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+        }
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         given |= {"w_k_stride": 1, "BIAS": False} | (IN_FP8 if kernel.endswith("FP8") else PLAIN)
         return _compiled(kernel, heads, target, product_kernel, given, options, fp8=kernel.endswith("FP8"))
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
-        weight = MXFP4 if given["FORMAT"] == IN_MXFP4["FORMAT"] else NONE
-        return _compiled(kernel, heads, target, source, given, options_of(weight), fp8=kernel.endswith("FP8"))
+        packed = given["FORMAT"] == IN_MXFP4["FORMAT"]
+        num_rows = 8192 if packed else 64
+        tile_ = expert_tile(num_rows, 32, packed, target == HOPPER and not kernel.endswith("FP8"))
+        options = {"num_warps": tile_.num_warps, "num_stages": tile_.num_stages}
+        given = given | {"BLOCK_M": tile_.rows, "BLOCK_N": tile_.columns, "BLOCK_K": tile_.depth}
+        return _compiled(kernel, heads, target, source, given, options, fp8=kernel.endswith("FP8"))
     source, shape = KERNELS[kernel], HEADS[heads]
+    tiles = attention_tiles(shape.v_dim or shape.dim, target == HOPPER)
+    blocks = tiles.extend if kernel == "extend" else tiles.decode
     given = constants(
+        blocks,
         heads=shape.heads,
         group=shape.heads // shape.kv_heads,
         k_dim=shape.dim,
@@ -192,7 +207,6 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
         sinks=shape.sinks,
         latent=bool(shape.v_dim),
     )
-    blocks = blocks_of(shape.v_dim or shape.dim)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     return _compiled(kernel, heads, target, source, given, options, fp8=shape.fp8)
 
@@ -209,7 +223,9 @@ def _compiled(
 ) -> Row:
     pointers = POINTERS | BYTES if fp8 else POINTERS
     if given.get("FORMAT") == IN_MXFP4["FORMAT"]:
-        pointers = pointers | {"weight": "*u8"}
+        pointers = pointers | {"weight": "*i16", "scales": "*i16"}
+    if kernel == "rotate":  # nothing is written: what stands for pages is of any type
+        pointers = pointers | {"pages": "*bf16", "offsets": "*bf16"}
     names: list[str] = source.arg_names
     constexprs = {(i,): given[name] for i, name in enumerate(names) if name in given}
     signature = {
@@ -255,7 +271,7 @@ def _instruction(assembly: str) -> str:
 
 def bytes_moved(heads: Heads) -> float:
     """Bytes of a decode over the least that it needs, counted from the launch grid: a tile reads its KV once."""
-    blocks, group = blocks_of(heads.v_dim or heads.dim), heads.heads // heads.kv_heads
+    blocks, group = attention_tiles(heads.v_dim or heads.dim, True).decode, heads.heads // heads.kv_heads
     tiles = -(-group // blocks.rows)
     attended = min(CONTEXT, heads.window or CONTEXT)
     kv = attended * heads.kv_heads * (heads.dim if heads.v_dim else 2 * heads.dim) * (1 if heads.fp8 else 2)
