@@ -13,7 +13,7 @@ FAST_TESTS := tests/test_layers.py tests/test_stubs.py tests/workers/kv tests/wo
   tests/workers/test_sampler.py tests/workers/kernels tests/router/test_text.py tests/router/test_placement.py \
   tests/cluster/test_config.py
 
-.PHONY: demo serve check test test-long lint bench proto tiny-model clean
+.PHONY: demo serve check test test-long test-gpu lint bench proto tiny-model clean
 
 demo: $(VENV)/runs  ## a cluster, three sessions, a kill -9, and the check that nothing was lost
 	$(BIN)/python -m cluster.demo
@@ -38,6 +38,16 @@ test: lint  ## set up, lint, check types, and run every test
 
 test-long: lint  ## every simulator seed, more schedules, examples and faults: hours
 	$(BIN)/python -m pytest --long
+
+# On a machine with a GPU, with its Python, whose torch is a CUDA build; needs no Ray.
+GPU_TEST := PYTHONPATH=.:proto $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir tests/gpu -n 8
+GPU_KERNELS := $(wildcard tests/workers/kernels/test_triton_*.py) tests/workers/kernels/test_fp8.py
+GPU_ENGINE := tests/gpu tests/parity/test_triton.py $(addprefix tests/workers/test_, engine.py overlap.py \
+  speculation.py grammars.py fp8_kv.py draft_heads.py draft_model.py)
+
+test-gpu:  ## the tests of the kernels and of the engine on this machine's GPU
+	$(GPU_TEST) -p tests.gpu.kernels_plugin $(GPU_KERNELS)
+	$(GPU_TEST) -p tests.gpu.engine_plugin -k "not cpu" $(GPU_ENGINE)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
