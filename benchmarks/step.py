@@ -8,6 +8,7 @@ device takes 5 ms a step, asynchronously: what is launched returns at once, and 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from array import array
@@ -91,6 +92,8 @@ def run(model: Path, batch: int, history: int, step_s: float = 0.0) -> dict[str,
         raise error
 
     leader = Leader(config, lambda updates: None, fail, group=group, send=send)
+    gc.collect()
+    gc.freeze()  # as a rank does when it has started
     device = NullDevice(leader, 0.0)
     replaced(rank_module, "Download", device.download)
     params = SamplingParams(max_tokens=STEPS + WARM_UP + 40, ignore_eos=True)
