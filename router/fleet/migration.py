@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError, NoWorkerAvailable, SessionNotFound
+from holdfast.errors import HoldfastError, NoWorkerAvailable, SessionBusy, SessionNotFound
 from holdfast.v1 import worker_pb2
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
@@ -26,6 +26,8 @@ from router.journal.interface import Journal
 from router.metrics import Metrics
 
 log = logging.getLogger("holdfast.router")
+END_PATIENCE_S, END_POLL_S = 2.0, 0.05
+"""What a router takes at most to journal the end of a turn that its worker has ended."""
 MAX_CONCURRENT = 4
 """Concurrent migrations of a drain: enough to fill a link while each waits for the step logs."""
 
@@ -69,7 +71,7 @@ class Migrator:
             # Sessions that are idle now first: their next turns need not wait for the longest running turn.
             await self._migrate_all(source, report)
             report.turns_preempted = await draining
-            await self._migrate_all(source, report)
+            await self._migrate_all(source, report, patience_s=END_PATIENCE_S)
         finally:
             draining.cancel()
         if stop:
@@ -95,12 +97,22 @@ class Migrator:
         return report.sessions_migrated
 
     async def migrate(
-        self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink, report: DrainReport
+        self,
+        session_id: str,
+        epoch: int,
+        source: WorkerLink,
+        target: WorkerLink,
+        report: DrainReport,
+        *,
+        patience_s: float = 0.0,
     ) -> None:
-        """Migrate one idle session with its KV, or leave it where it is."""
+        """Migrate one idle session with its KV, or leave it where it is.
+
+        ``patience_s``: of a session whose turn the worker has ended, and that is busy until its router says so.
+        """
         try:
             copied = await self._copy_kv(session_id, epoch, source, target)
-            await self._journal.move(session_id, epoch, target.name)
+            await self._move(session_id, epoch, target, patience_s)
         except HoldfastError as error:
             self._not_migrated(session_id, target, error)
             # Without KV there is nothing to lose: as when its first turn was preempted, and is on its way elsewhere.
@@ -128,6 +140,18 @@ class Migrator:
         found = [(name, owners[name]) for name in session_ids if name in owners]
         return [(name, owner.epoch) for name, owner in found if owner.worker == source.name and not owner.released]
 
+    async def _move(self, session_id: str, epoch: int, target: WorkerLink, patience_s: float) -> None:
+        """Pin a session to ``target`` in the journal. Raises SessionBusy if a turn runs on it for ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                await self._journal.move(session_id, epoch, target.name)
+                return
+            except SessionBusy:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(END_POLL_S)
+
     async def _copy_kv(
         self, session_id: str, epoch: int, source: WorkerLink, target: WorkerLink
     ) -> worker_pb2.ImportResponse:
@@ -141,8 +165,8 @@ class Migrator:
         log.info("session %s is not migrated to %s: %s", session_id, target.name, error.message, extra=what)
         self._metrics.migrations.labels("refused").inc()
 
-    async def _migrate_all(self, source: WorkerLink, report: DrainReport) -> None:
-        """Migrate the idle sessions of a draining worker to the others."""
+    async def _migrate_all(self, source: WorkerLink, report: DrainReport, *, patience_s: float = 0.0) -> None:
+        """Migrate the idle sessions of a draining worker to the others. ``patience_s``: see ``migrate``."""
         report.sessions_left = 0
         deadline = time.monotonic() + self._config.migration_timeout_s
         try:
@@ -161,7 +185,7 @@ class Migrator:
                     continue
                 target = min(targets, key=lambda t: (t.stats.sessions + num_assigned.get(t.name, 0), t.name))
                 num_assigned[target.name] = num_assigned.get(target.name, 0) + 1
-                await self.migrate(session_id, epoch, source, target, report)
+                await self.migrate(session_id, epoch, source, target, report, patience_s=patience_s)
 
         await asyncio.gather(*(migrate_remaining() for _ in range(MAX_CONCURRENT)))
         self._sweeper.sweep(source)

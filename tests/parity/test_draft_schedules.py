@@ -52,7 +52,7 @@ def make(kind: str, size: int, **changes: Any) -> Engine:
 def submit(engine: Engine, *given: Any, **more: Any) -> None:
     """Queue a turn, once its grammar is compiled."""
     engine.submit(*given, **more)
-    while engine.leader._gate._waiting:
+    while engine.leader.gate.num_waiting:
         time.sleep(0.0005)
         engine.commands()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -317,7 +318,14 @@ async def test_a_drained_worker_s_turns_and_sessions_continue_elsewhere(
         assert unknown.status_code == 404 and "alive: w0, w1" in unknown.text
 
 
-async def test_a_drain_waits_for_short_turns(cluster: Harness) -> None:
+async def test_a_drain_waits_for_short_turns_and_their_ends(cluster: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = cluster.router.core.journal
+    complete = journal.complete_turn
+
+    async def late(*given: Any) -> None:
+        await asyncio.sleep(0.4)
+        await complete(*given)
+
     async with cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         expected = await stream_turn(stub, "calm")
@@ -327,6 +335,7 @@ async def test_a_drain_waits_for_short_turns(cluster: Harness) -> None:
             answer = await cluster.router.core.migrator.drain(cluster.pinned_to("storm"), 20.0)
             answers.append(answer["turns_preempted"])
 
+        monkeypatch.setattr(journal, "complete_turn", late)
         stream = asyncio.create_task(stream_turn(stub, "storm"))
         await until(lambda: cluster.router.core.sessions.running_turn("storm"), 5, "the turn to run")
         await drain()

@@ -86,7 +86,7 @@ class Leader:
         self._on_crash = on_crash
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
         self.admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
-        self._gate = Gate(config.grammar_timeout_s, lambda command: self._commands.put(command))
+        self.gate = Gate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
         self._updates: dict[str, TurnUpdate] = {}
         self._in_flight: InFlight | None = None
@@ -110,7 +110,7 @@ class Leader:
         What a step samples depends on what was collected, so it is chosen after that: ends are exact. Around drafts
         it is collected first.
         """
-        self._updates |= self._gate.end_overdue()
+        self._updates |= self.gate.end_overdue()
         if self._in_flight and self.drafts.need_results(self._in_flight.step):
             self.collect()
         step = self.scheduler.plan()
@@ -237,18 +237,13 @@ class Leader:
         """End a turn and return its session to its last good turn. An unknown turn is ignored."""
         self._commands.put(partial(self._abort, turn_id))
 
-    @property
-    def num_turns(self) -> int:
-        """Turns that run, wait, or are not admitted yet because of their grammar or of KV that is loaded."""
-        return len(self.scheduler.turns) + self._gate.num_waiting
-
     def end_all(self, reason: Finish | HoldfastError) -> None:
         """End every turn, running or waiting; the sessions return to their last good turns."""
 
         def end() -> None:
             for turn in list(self.scheduler.turns.values()):
                 self._end(turn, Outcome.ABORTED, reason)
-            self._updates |= self._gate.end(lambda submission: True, reason)
+            self._updates |= self.gate.end(lambda submission: True, reason)
             self._emit_updates()
 
         self._commands.put(end)
@@ -266,7 +261,7 @@ class Leader:
             turn = self.scheduler.turn_of(session_id)
             if turn is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
-            self._updates |= self._gate.end_session(session_id, epoch, Finish("abort", "released"))
+            self._updates |= self.gate.end_session(session_id, epoch, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id, moved=moved)
             self.drafts.release(session_id)
@@ -344,14 +339,14 @@ class Leader:
         if compiled is None:
             self._submit_compiled(submission, None)
         else:
-            self._gate.wait(submission, compiled, self._submit_compiled)
+            self.gate.wait(submission, compiled, self._submit_compiled)
 
     def _submit_compiled(self, submission: Submission, compiled: Future[Any] | None) -> None:
         loading = self.admission.loading(submission)
         if loading is None:
             self._submit_loaded(submission, compiled)
         else:
-            self._gate.wait(submission, loading, lambda s, _: self._submit_loaded(s, compiled), limited=False)
+            self.gate.wait(submission, loading, lambda s, _: self._submit_loaded(s, compiled), limited=False)
 
     def _submit_loaded(self, submission: Submission, compiled: Future[Any] | None) -> None:
         try:
@@ -386,7 +381,7 @@ class Leader:
         turn = self.scheduler.turns.get(turn_id)
         if turn is not None:
             self._end(turn, Outcome.ABORTED, Finish("abort"))
-        self._updates |= self._gate.end(lambda s: s.turn_id == turn_id, Finish("abort"))
+        self._updates |= self.gate.end(lambda s: s.turn_id == turn_id, Finish("abort"))
         self._emit_updates()
 
     def _end(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:

@@ -309,14 +309,18 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._draining = True
         deadline = self._loop.time() + request.timeout_s
         await result_of(self._leader.call(lambda: None))  # what was submitted before is a turn, or waits to be one
-        while self._leader.num_turns and self._loop.time() < deadline:
+        while self._num_turns() and self._loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        num_preempted = self._leader.num_turns
+        num_preempted = self._num_turns()
         # Their routers fail them over, as if this worker had died.
         self._leader.end_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
-        while self._leader.num_turns:
+        while self._num_turns():
             await asyncio.sleep(DRAIN_POLL_S)
         return worker_pb2.DrainResponse(turns_preempted=num_preempted)
+
+    def _num_turns(self) -> int:
+        """Turns that run or wait, and those that are not admitted yet: a grammar is compiled for them, or KV loaded."""
+        return len(self._leader.scheduler.turns) + self._leader.gate.num_waiting
 
     def _welcome(self) -> worker_pb2.Welcome:
         rank = self._leader.rank
