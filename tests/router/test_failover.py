@@ -265,7 +265,9 @@ async def test_sessions_survive_a_restart_of_everything(tmp_path: Path) -> None:
             await stream_turn(stub, session)
         expected = await stream_turn(stub, "calm")
         call = stub.Generate(pb.GenerateRequest(session_id="storm", text="x", sampling=pb.Sampling(ignore_eos=True)))
-        await call.read()  # a turn is under way as everything goes down
+        await call.read()
+        for worker in cluster.workers.values():  # a turn is under way as everything goes down, however fast it is
+            worker._leader.scheduler.paused = True
     async with running(tmp_path) as cluster, cluster.channel() as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
         assert (await stub.Get(pb.GetRequest(session_id="storm"))).num_tokens == 63
