@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.parity.checkpoints import make_checkpoint
+from tests.parity.checkpoints import make_checkpoint, pack_experts
 from tests.workers.engine import Engine
 from workers.config import EngineConfig
 from workers.scheduling import SamplingParams
@@ -85,14 +85,10 @@ def continued(engine: Engine, first: list[Any]) -> list[Any]:
     return [first[i][: 3 + i] + said(engine, f"t{i}") for i in range(len(LENGTHS))]
 
 
-def pack_experts(folder: Path) -> None:
+def pack(folder: Path) -> None:
     """Have the checkpoint's experts in MXFP4."""
-    state, g = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = state.pop(name).shape
-        shape = (experts, rows, columns // 32)
-        state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=g, dtype=torch.uint8)
-        state[f"{name}_scales"] = torch.randint(119, 122, shape, generator=g, dtype=torch.uint8)
+    state = load_file(folder / "model.safetensors")
+    pack_experts(state, (119, 122))
     save_file(state, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -104,7 +100,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str,
     family, _, kind = request.param.partition(", ")
     make_checkpoint(family, tmp_path, num_hidden_layers=4, **WIDE, **SHAPES[family])
     if kind == "MXFP4":
-        pack_experts(tmp_path)
+        pack(tmp_path)
     yield {"model": tmp_path, "kv_cache_dtype": "fp8_e4m3" if kind == "fp8 KV" else "auto"}
 
 

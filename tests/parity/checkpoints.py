@@ -207,3 +207,13 @@ def make_checkpoint(
                 parameter.mul_(4.0 if "embed" in parameter_name or "head" in parameter_name else 2.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def pack_experts(state: dict[str, torch.Tensor], scales: tuple[int, int]) -> None:
+    """Have gpt-oss's experts in MXFP4: any codes, with scales from the first to below the second."""
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = state.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(*scales, shape, generator=generator, dtype=torch.uint8)

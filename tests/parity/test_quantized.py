@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.parity.checkpoints import make_checkpoint
+from tests.parity.checkpoints import make_checkpoint, pack_experts
 from tests.parity.test_logits import PagedModel, load
 from workers.kernels.backend import load_backend
 from workers.kernels.packed import FP4_VALUES, FP8Weight, MXFP4Planes, from_mxfp4
@@ -114,12 +114,8 @@ def unpacked(weight: MXFP4Planes) -> torch.Tensor:
 def test_a_share_that_cuts_a_group_of_mxfp4_is_dequantized(tmp_path: Path, size: int, is_packed: bool) -> None:
     """Of 96 columns in groups of 32, each of two ranks has one and a half."""
     make_checkpoint("gpt-oss", tmp_path, hidden_size=64, intermediate_size=size)
-    state, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
-    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = state.pop(name).shape
-        shape = (experts, rows, columns // 32)
-        state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        state[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+    state = load_file(tmp_path / "model.safetensors")
+    pack_experts(state, (122, 126))
     rewrite(tmp_path, state, quantization_config={"quant_method": "mxfp4"})
     config = read_config(tmp_path)
     whole = experts_of(tmp_path, config, "torch_native", Shard())
