@@ -99,14 +99,14 @@ def check_packed(folder: Path, kind: type, expected: torch.Tensor, moe_layer: in
 
 def unpacked(weight: MXFP4Planes) -> torch.Tensor:
     """What the words of a weight mean, in fp32."""
-    words = weight.words.int().unflatten(-1, (-1, 1, 32)) & 0xFFFF
+    words = weight.words.transpose(1, 2).unsqueeze(3).int() & 0xFFFF
     last = (words << 1 & 0x8000) | (words >> 5 & 0x100) | (words >> 4 & 0xC0)
     bits = torch.cat([*(words << shift & 0x81C0 for shift in (0, 3, 6)), last], dim=3)
     signed = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
     values = signed[(bits >> 12 & 8) | (bits >> 6 & 7)]
-    pairs = weight.scales.int().transpose(1, 2)
-    exponents = torch.stack((pairs & 0xFF, pairs >> 8 & 0xFF), dim=-1).flatten(2)
-    powers = torch.exp2(exponents.float() - 127).unflatten(-1, (-1, 4)).unsqueeze(-1)
+    scales = weight.scales.transpose(1, 2)
+    exponents = torch.stack([scales >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1)
+    powers = torch.exp2(exponents.float() - 127).unsqueeze(-1)
     return (values * powers).flatten(2)[..., : weight.depth]
 
 

@@ -6,18 +6,37 @@ import torch
 import triton
 from torch import Tensor
 
-from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
+from workers.kernels.grouped_experts import ExpertProducts, RouterSpec
 from workers.kernels.packed import FP8Weight, MXFP4Planes
 from workers.kernels.packed_launch import as_stored, depth_of
 from workers.kernels.products import Weight
 from workers.kernels.tiles import ExpertTile, expert_tile, is_hopper
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
+from workers.kernels.triton_routing import SIGMOID, SOFTMAX, TOP_SOFTMAX, combine_kernel, route_kernel, sort_kernel
+
+SCORES = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "top_softmax": TOP_SOFTMAX.value}
+COLUMNS = 1024
+"""Of a program that sums a token's outputs."""
+SORT_BLOCK = 1024
+"""Rows that a program looks at together, to find those of its expert."""
 
 
-class TritonExperts(TorchExperts):
-    """``Experts`` on a GPU; the choice of experts is torch's."""
+class TritonExperts:
+    """``Experts`` on a GPU."""
 
     reads_packed = True
+
+    def route(
+        self, logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        chosen = torch.empty(len(logits), spec.top_k, dtype=torch.int64, device=logits.device)
+        weights = torch.empty(len(logits), spec.top_k, dtype=dtype, device=logits.device)
+        if len(logits):
+            route_kernel[(len(logits),)](
+                chosen, weights, logits.contiguous(), logits if choice_bias is None else choice_bias, spec.scale,
+                **route_constants(spec, choice_bias is not None), num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
+        return chosen, weights
 
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor, w: ExpertProducts) -> Tensor:
         tokens, top_k = chosen.shape
@@ -26,7 +45,8 @@ class TritonExperts(TorchExperts):
         hidden_size, size = x.shape[-1], depth_of(w.down)
         x, share = x.contiguous(), weights.contiguous()
         tile = tile_of(w.gate_up, chosen.numel(), w.num_experts, x)
-        order, blocks, ends = sorted_blocks(chosen.flatten(), w, tile.rows)
+        chosen = chosen.contiguous()
+        order, blocks, ends = sorted_blocks(chosen.view(-1), w, tile.rows)
         known = {
             "HIDDEN": hidden_size,
             "SIZE": size,
@@ -41,12 +61,34 @@ class TritonExperts(TorchExperts):
             w.limit, w.alpha, TOP_K=top_k, BIAS=w.gate_up_bias is not None, CLAMPED=w.clamped, **gate_format, **known,
             **options,
         )  # fmt: skip
-        out = x.new_zeros(tokens * top_k, hidden_size)
+        outputs = x.new_empty(tokens * top_k, hidden_size)
         expert_down_kernel[len(blocks), triton.cdiv(hidden_size, tile.columns)](
-            out, active, down, down_scales, x if w.down_bias is None else w.down_bias, share, order, blocks, ends,
+            outputs, active, down, down_scales, x if w.down_bias is None else w.down_bias, share, order, blocks, ends,
             BIAS=w.down_bias is not None, **down_format, **known, **options,
         )  # fmt: skip
-        return out.view(tokens, top_k, hidden_size).sum(1, dtype=torch.float32).to(x.dtype)
+        out = torch.empty_like(x)
+        combine_kernel[tokens, triton.cdiv(hidden_size, COLUMNS)](
+            out, outputs, chosen, w.first, NUM_LOCAL=len(w.gate_up), TOP_K=top_k, SIZE=hidden_size, BLOCK=COLUMNS
+        )
+        return out
+
+
+def route_constants(spec: RouterSpec, bias: bool) -> dict[str, int | bool]:
+    """The constants of ``route_kernel``."""
+    members = spec.num_experts // spec.num_groups
+    return {
+        "GROUPS": spec.num_groups,
+        "MEMBERS": members,
+        "TOP_K": spec.top_k,
+        "TOP_GROUPS": spec.top_groups,
+        "SCORE": SCORES[spec.score],
+        "NORMALIZE": spec.normalize,
+        "BY_TWO": spec.group_by_two,
+        "BIAS": bias,
+        "BLOCK_G": triton.next_power_of_2(spec.num_groups),
+        "BLOCK_M": triton.next_power_of_2(members),
+        "BLOCK_K": triton.next_power_of_2(spec.top_k),
+    }
 
 
 def tile_of(weight: Weight, num_rows: int, num_experts: int, x: Tensor) -> ExpertTile:
@@ -56,21 +98,16 @@ def tile_of(weight: Weight, num_rows: int, num_experts: int, x: Tensor) -> Exper
 
 
 def sorted_blocks(chosen: Tensor, w: ExpertProducts, height: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows sorted by expert, the blocks of this rank's experts, and where each expert's rows end.
+    """This rank's rows sorted by expert, the blocks of its experts, and where each expert's rows end.
 
     ``chosen``: each row's expert. Blocks are int64 ``[blocks, 2]``, an expert (-1: none) and the first place of up to
     ``height`` rows. Computed on the device: how many there are at most follows from the number of rows.
     """
-    num_local, device = len(w.gate_up), chosen.device
-    order = chosen.argsort(stable=True)
-    counts = torch.zeros(w.num_experts, dtype=torch.int64, device=device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    ends = counts.cumsum(0).narrow(0, w.first, num_local)
-    local = counts.narrow(0, w.first, num_local)
-    last_block = ((local + height - 1) // height).cumsum(0)
-    number = torch.arange(triton.cdiv(chosen.numel(), height) + num_local, device=device)
-    expert = torch.searchsorted(last_block, number, right=True)
-    known = expert.clamp(max=num_local - 1)
-    first_block = last_block - (local + height - 1) // height
-    place = (ends - local).index_select(0, known) + (number - first_block.index_select(0, known)) * height
-    return order, torch.stack((torch.where(expert < num_local, expert, -1), place), dim=1), ends.contiguous()
+    num_rows, num_local = chosen.numel(), len(w.gate_up)
+    num_blocks = triton.cdiv(num_rows, height) + num_local
+    order, ends = chosen.new_empty(num_rows), chosen.new_empty(num_local)
+    blocks = chosen.new_empty(num_blocks, 2)
+    sort_kernel[(num_local,)](
+        order, blocks, ends, chosen, num_rows, w.first, num_blocks, HEIGHT=height, BLOCK=SORT_BLOCK, num_warps=4
+    )
+    return order, blocks, ends

@@ -50,9 +50,10 @@ class MXFP4Weight:
         num_chunks = -(-self.depth // CHUNK)
         words = [_words(blocks.to(device), num_chunks) for blocks in self.blocks]
         scales = self.scales.to(device).transpose(1, 2)
-        scales = torch.nn.functional.pad(scales, (0, 0, 0, num_chunks * PLANES - scales.shape[1])).int()
-        pairs = (scales[:, ::2] | scales[:, 1::2] << 8).to(torch.int16)
-        return MXFP4Planes(torch.stack(words), pairs.contiguous(), self.depth)
+        scales = torch.nn.functional.pad(scales, (0, 0, 0, num_chunks * PLANES - scales.shape[1]))
+        first, second, third, last = scales.int().unflatten(1, (num_chunks, PLANES)).unbind(2)
+        together = first | second << 8 | third << 16 | last << 24
+        return MXFP4Planes(torch.stack(words), together.contiguous(), self.depth)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         # One matrix at a time: together, in fp32, they are eight times as large as stored.
@@ -69,9 +70,9 @@ class MXFP4Planes:
     """
 
     words: Tensor
-    """int16 ``[matrices, rows, chunks * GROUP]``"""
+    """int16 ``[matrices, chunks, rows, GROUP]``: what a program reads at a time lies together."""
     scales: Tensor
-    """int16 ``[matrices, chunks * PLANES / 2, rows]``, those of two planes together, the first in the low bits.
+    """int32 ``[matrices, chunks, rows]``, those of the planes together, the first in the low bits.
 
     Of bytes, Triton would have tensor cores multiply in another order of the depth, with tiles of few rows alone.
     """
@@ -82,13 +83,13 @@ class MXFP4Planes:
 
 
 def _words(blocks: Tensor, num_chunks: int) -> Tensor:
-    """``blocks`` uint8 ``[rows, groups, GROUP / 2]`` as words int16 ``[rows, chunks * GROUP]``."""
+    """``blocks`` uint8 ``[rows, groups, GROUP / 2]`` as words int16 ``[chunks, rows, GROUP]``."""
     codes = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).view(len(blocks), -1, GROUP).int()
     codes = torch.nn.functional.pad(codes, (0, 0, 0, num_chunks * PLANES - codes.shape[1]))
     first, second, third, last = codes.view(len(blocks), num_chunks, PLANES, GROUP).unbind(2)
     words = _bits(first) | _bits(second) >> 3 | _bits(third) >> 6
     words |= (last & 8) << 11 | (last & 4) << 11 | (last & 3) << 10
-    return words.to(torch.int16).flatten(1)
+    return words.to(torch.int16).transpose(0, 1).contiguous()
 
 
 def _bits(codes: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from workers.kernels.packed import GROUP, FP8Weight, MXFP4Planes
 from workers.kernels.products import Weight, as_tensor
-from workers.kernels.triton_packed import FP8, MXFP4, PLAIN
+from workers.kernels.triton_packed import FP8, MXFP4, MXFP4_PAIRS, PLAIN
 
 
 def format_of(weight: Weight) -> dict[str, int]:
     """How a weight is stored, as the kernels' constants."""
     if isinstance(weight, MXFP4Planes):
-        return {"FORMAT": MXFP4.value, "SCALE_ROWS": 1, "SCALE_DEPTH": GROUP}
+        pairs = weight.words.device.type == "cuda" and torch.version.hip is None
+        return {"FORMAT": (MXFP4_PAIRS if pairs else MXFP4).value, "SCALE_ROWS": 1, "SCALE_DEPTH": GROUP}
     if isinstance(weight, FP8Weight):
         return {"FORMAT": FP8.value, "SCALE_ROWS": weight.block[0], "SCALE_DEPTH": weight.block[1]}
     return {"FORMAT": PLAIN.value, "SCALE_ROWS": 1, "SCALE_DEPTH": 1}

@@ -124,8 +124,10 @@ def _num_tiles(tile: ProductTile, num_columns: int, num_rows: int) -> int:
 
 def expert_tile(num_rows: int, num_experts: int, packed: bool, hopper: bool) -> ExpertTile:
     """``num_rows``: of all ``num_experts`` together. ``packed``: their weights are in MXFP4."""
+    if hopper and packed and 2 * num_rows <= num_experts:
+        return ExpertTile(rows=16, columns=32, num_warps=4, num_stages=5)
     if hopper and num_rows <= 16 * num_experts:
-        return ExpertTile(rows=16, columns=32 if packed else 64, num_warps=4, num_stages=3)
+        return ExpertTile(rows=16, num_warps=4, num_stages=3)
     if hopper:
         return ExpertTile(rows=128, num_warps=4 if packed else 8)
     return ExpertTile(columns=32, num_warps=4) if packed else ExpertTile()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.kernels.triton_packed import MXFP4, load_pair, load_words, plane_of, read_tile
+from workers.kernels.triton_packed import MXFP4, load_scales, load_words, plane_of, read_tile
 
 
 @triton.jit
@@ -56,20 +56,21 @@ def expert_gate_kernel(
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         from_x = x + (row // TOP_K)[:, None] * HIDDEN
-        if FORMAT == MXFP4:
+        if FORMAT >= MXFP4:
             chunks: tl.constexpr = (HIDDEN + 127) // 128
-            from_scales = scales + expert.to(tl.int64) * chunks * 2 * 2 * SIZE + column
+            from_words = weight + rows_before * chunks * 32
+            from_scales = scales + rows_before * chunks + column
             for chunk in range(0, chunks):
-                gate_words = load_words(weight, rows_before + column, inside, chunk, chunks)
-                up_words = load_words(weight, rows_before + SIZE + column, inside, chunk, chunks)
+                gate_words = load_words(from_words, column, inside, chunk, 2 * SIZE)
+                up_words = load_words(from_words, SIZE + column, inside, chunk, 2 * SIZE)
+                gate_scales = load_scales(from_scales, inside, chunk, 2 * SIZE)
+                up_scales = load_scales(from_scales + SIZE, inside, chunk, 2 * SIZE)
                 for plane in tl.static_range(4):
                     i = chunk * 128 + plane * 32 + tl.arange(0, 32)
                     rows = tl.load(from_x + i[None, :], mask=there[:, None] & (i < HIDDEN)[None, :], other=0.0)
-                    gate_pair = load_pair(from_scales, inside, chunk, plane, 2 * SIZE)
-                    gates = plane_of(gate_words, gate_pair, rows, plane)
+                    gates = plane_of(gate_words, gate_scales, rows, plane, FORMAT)
                     gate = tl.dot(rows, gates, gate, input_precision="ieee")
-                    up_pair = load_pair(from_scales + SIZE, inside, chunk, plane, 2 * SIZE)
-                    ups = plane_of(up_words, up_pair, rows, plane)
+                    ups = plane_of(up_words, up_scales, rows, plane, FORMAT)
                     up = tl.dot(rows, ups, up, input_precision="ieee")
         else:
             for k in range(0, HIDDEN, BLOCK_K):
@@ -129,15 +130,17 @@ def expert_down_kernel(
         scales_before = expert.to(tl.int64) * ((HIDDEN + SCALE_ROWS - 1) // SCALE_ROWS)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         from_hidden = hidden + place.to(tl.int64)[:, None] * SIZE
-        if FORMAT == MXFP4:
+        if FORMAT >= MXFP4:
             chunks: tl.constexpr = (SIZE + 127) // 128
-            from_scales = scales + expert.to(tl.int64) * chunks * 2 * HIDDEN + column
+            from_words = weight + expert.to(tl.int64) * HIDDEN * chunks * 32
+            from_scales = scales + expert.to(tl.int64) * HIDDEN * chunks + column
             for chunk in range(0, chunks):
-                words = load_words(weight, row_of_column, inside, chunk, chunks)
+                words = load_words(from_words, column, inside, chunk, HIDDEN)
+                of_planes = load_scales(from_scales, inside, chunk, HIDDEN)
                 for plane in tl.static_range(4):
                     i = chunk * 128 + plane * 32 + tl.arange(0, 32)
                     rows = tl.load(from_hidden + i[None, :], mask=there[:, None] & (i < SIZE)[None, :], other=0.0)
-                    weights = plane_of(words, load_pair(from_scales, inside, chunk, plane, HIDDEN), rows, plane)
+                    weights = plane_of(words, of_planes, rows, plane, FORMAT)
                     total = tl.dot(rows, weights, total, input_precision="ieee")
         else:
             for k in range(0, SIZE, BLOCK_K):

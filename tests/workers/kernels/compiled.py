@@ -24,6 +24,8 @@ from triton.compiler import ASTSource
 
 from workers.kernels.attention_launch import constants
 from workers.kernels.elementwise_launch import EMBED_BLOCK, GATED_BLOCK, warps_of
+from workers.kernels.experts_launch import COLUMNS, SORT_BLOCK, route_constants
+from workers.kernels.grouped_experts import RouterSpec
 from workers.kernels.packed import FP8Weight, MXFP4Planes
 from workers.kernels.packed_launch import format_of
 from workers.kernels.products_launch import BAND
@@ -31,7 +33,9 @@ from workers.kernels.tiles import attention_tiles, expert_tile, product_tile
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.triton_elementwise import add_norm_kernel, embed_kernel, gated_kernel, latent_kernel, rotate_kernel
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
+from workers.kernels.triton_packed import MXFP4, MXFP4_PAIRS
 from workers.kernels.triton_products import product_kernel
+from workers.kernels.triton_routing import combine_kernel, route_kernel, sort_kernel
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compiled -->\n", "<!-- end -->"
@@ -129,11 +133,25 @@ EXPERTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     ),
     "experts, down, FP8": (expert_down_kernel, "DeepSeek V3, TP 8", DEEPSEEK | IN_FP8),
 }
+ROUTING: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
+    "choice of experts": (route_kernel, "gpt-oss 20B", 1, route_constants(RouterSpec(32, 4, "top_softmax"), False)),
+    "choice of experts, groups": (
+        route_kernel,
+        "DeepSeek V3",
+        1,
+        route_constants(RouterSpec(256, 8, "sigmoid", True, 2.5, 8, 4, group_by_two=True), True),
+    ),
+    "sort by expert": (sort_kernel, "gpt-oss 20B", 4, {"HEIGHT": 16, "BLOCK": SORT_BLOCK}),
+    "sum of experts": (combine_kernel, "gpt-oss 20B", 4, {"NUM_LOCAL": 32, "TOP_K": 4, "SIZE": 2880, "BLOCK": COLUMNS}),
+}
+"""Kernel, model, warps and constants."""
 POINTERS = {
     **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
     "scales": "*u8",
     **dict.fromkeys(("part_values", "part_sums"), "*fp32"),
-    **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends", "tokens"), "*i64"),
+    **dict.fromkeys(("pages", "offsets", "order", "blocks", "ends", "tokens", "chosen"), "*i64"),
+    **dict.fromkeys(("logits", "choice_bias"), "*fp32"),
+    **dict.fromkeys(("weights", "outputs"), "*bf16"),
     **dict.fromkeys(("hidden", "bias", "share"), "*bf16"),
     **dict.fromkeys(
         ("out", "q", "k", "v", "k_pages", "v_pages", "sinks", "total", "x", "delta", "weight", "table"), "*bf16"
@@ -167,8 +185,8 @@ class Row:
 
 def compiled(kernel: str, heads: str, target: str) -> Row:
     """Compile one kernel of bf16 queries and pages."""
-    if kernel in ELEMENTWISE:
-        source, _, num_warps, given = ELEMENTWISE[kernel]
+    if kernel in ELEMENTWISE or kernel in ROUTING:
+        source, _, num_warps, given = (ELEMENTWISE | ROUTING)[kernel]
         return _compiled(kernel, heads, target, source, given, {"num_warps": num_warps}, fp8=kernel.endswith("fp8"))
     if kernel in PRODUCTS:
         _, columns, depth, num_rows = PRODUCTS[kernel]
@@ -187,6 +205,8 @@ def compiled(kernel: str, heads: str, target: str) -> Row:
     if kernel in EXPERTS:
         source, _, given = EXPERTS[kernel]
         packed = given["FORMAT"] == IN_MXFP4["FORMAT"]
+        if packed and target.startswith("sm_"):
+            given = given | {"FORMAT": MXFP4_PAIRS.value}
         num_rows = 8192 if packed else 64
         tile_ = expert_tile(num_rows, 32, packed, target == HOPPER and not kernel.endswith("FP8"))
         options = {"num_warps": tile_.num_warps, "num_stages": tile_.num_stages}
@@ -222,8 +242,8 @@ def _compiled(
     fp8: bool = False,
 ) -> Row:
     pointers = POINTERS | BYTES if fp8 else POINTERS
-    if given.get("FORMAT") == IN_MXFP4["FORMAT"]:
-        pointers = pointers | {"weight": "*i16", "scales": "*i16"}
+    if given.get("FORMAT") in (MXFP4.value, MXFP4_PAIRS.value):
+        pointers = pointers | {"weight": "*i16", "scales": "*i32"}
     if kernel == "rotate":  # nothing is written: what stands for pages is of any type
         pointers = pointers | {"pages": "*bf16", "offsets": "*bf16"}
     names: list[str] = source.arg_names
@@ -293,7 +313,7 @@ def every_case() -> Iterator[tuple[str, str, str]]:
                 yield from ((kernel, heads, target) for target in TARGETS)
     for kernel, (heads, *_) in PRODUCTS.items():
         yield from ((kernel, heads, target) for target in TARGETS)
-    for kernel, (_, heads, *_) in (*EXPERTS.items(), *ELEMENTWISE.items()):
+    for kernel, (_, heads, *_) in (*ROUTING.items(), *EXPERTS.items(), *ELEMENTWISE.items()):
         yield from ((kernel, heads, target) for target in TARGETS)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from workers.kernels import experts_launch
 from workers.kernels.experts_launch import TritonExperts, sorted_blocks
-from workers.kernels.grouped_experts import ExpertProducts, TorchExperts
+from workers.kernels.grouped_experts import ExpertProducts, RouterSpec, TorchExperts
 from workers.kernels.packed import FP8Weight, MXFP4Planes, MXFP4Weight
 from workers.kernels.packed_launch import as_stored
 from workers.kernels.products import as_tensor
@@ -94,6 +94,39 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch() -> None:
     batch = TritonExperts().run(x, chosen, weights, w)
     alone = [TritonExperts().run(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1], w) for i in range(40)]
     assert torch.equal(torch.cat(alone), batch)
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> RouterSpec:
+    num_groups = draw(st.integers(1, 5))
+    members = draw(st.integers(2, 9))
+    top_groups = draw(st.integers(1, num_groups))
+    return RouterSpec(
+        num_groups * members,
+        draw(st.integers(1, min(6, top_groups * members))),
+        draw(st.sampled_from(["softmax", "sigmoid", "top_softmax"])),
+        draw(st.booleans()),
+        draw(st.sampled_from([1.0, 2.5])),
+        num_groups,
+        top_groups,
+        draw(st.booleans()),
+    )
+
+
+@settings(max_examples=30)
+@given(spec=routers(), tokens=st.integers(1, 9), biased=st.booleans(), seed=st.integers(0, 1000))
+def test_chooses_the_experts_that_torch_does(spec: RouterSpec, tokens: int, biased: bool, seed: int) -> None:
+    if spec.score == "top_softmax":
+        spec = replace(spec, num_groups=1, top_groups=1)
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, spec.num_experts, generator=g)
+    bias = torch.randn(spec.num_experts, generator=g) if biased and spec.score != "top_softmax" else None
+    chosen, weights = TritonExperts().route(logits, bias, spec, torch.float32)
+    expected, theirs = TorchExperts().route(logits, bias, spec, torch.float32)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, theirs)
+    alone = [TritonExperts().route(logits[i : i + 1], bias, spec, torch.float32)[1] for i in range(tokens)]
+    assert torch.equal(torch.cat(alone), weights)
 
 
 @given(
