@@ -53,6 +53,7 @@ class Config(BaseModel):
     deterministic: bool = Field(
         True, description="on CUDA, the same tokens in any batch; else products are torch's, and prefills faster"
     )
+    tile_table: Path | None = Field(None, description="a GPU's tiles, as `holdfast tune` measured them; else by rule")
     disable_overlap_schedule: bool | None = Field(
         None, description="a step is planned when the one before is done; default: on CPU alone"
     )
@@ -248,6 +249,7 @@ class Config(BaseModel):
             kv_cache_dtype=self.kv_cache_dtype,
             quantization=self.quantization,
             attention_backend=self.attention_backend,
+            tile_table=self.tile_table and self.tile_table.resolve(),
             overlap_schedule=None if self.disable_overlap_schedule is None else not self.disable_overlap_schedule,
             disable_cuda_graph=self.disable_cuda_graph,
             cuda_graph_max_bs=self.cuda_graph_max_bs,

@@ -25,6 +25,8 @@ class EngineConfig:
     """``int8``: a CPU's layers keep their weights in eight bits, with a factor for each output channel."""
     deterministic: bool = True
     """On CUDA, a row's result does not depend on its batch. Else torch chooses the products' order of summation."""
+    tile_table: Path | None = None
+    """The tiles of a GPU's kernels, as ``holdfast tune`` measured them: see ``kernels.tile_table``."""
     disable_cuda_graph: bool = False
     """On CUDA, launch each kernel of a decode from Python, which takes it longer than a GPU to compute most of them."""
     cuda_graph_max_bs: int = 256

@@ -16,6 +16,7 @@ from cluster.cli.serve import serve
 from cluster.cli.show import audit, sessions, status
 from cluster.cli.supervised import stop
 from cluster.cli.top import top
+from cluster.cli.tune import tune
 from cluster.cli.upgrade import upgrade
 from holdfast.errors import HoldfastError
 
@@ -25,7 +26,23 @@ def cli() -> None:
     """Serve LLM sessions that survive the death of any worker."""
 
 
-for command in (serve, stop, upgrade, chat, bench, top, status, sessions, audit, drain, restart, join, keys, chaos):
+for command in (
+    serve,
+    stop,
+    upgrade,
+    tune,
+    chat,
+    bench,
+    top,
+    status,
+    sessions,
+    audit,
+    drain,
+    restart,
+    join,
+    keys,
+    chaos,
+):
     cli.add_command(command)
 
 

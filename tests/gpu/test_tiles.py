@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.kernels import attention_launch, products_launch
 from workers.kernels.attention_launch import plan_triton_attention
 from workers.kernels.paged_attention import HeadShape
+from workers.kernels.products_launch import TritonProducts
 from workers.kernels.tiles import HOPPER_PRODUCTS, AttentionTiles, Blocks, ProductTile, attention_tiles
+from workers.kernels.tune import OneTile
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of Hopper's")
@@ -26,15 +27,15 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14_336), (1000, 2880), (512, 90), (28_672, 1024)])
-def test_products(columns: int, depth: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products(columns: int, depth: int, dtype: torch.dtype) -> None:
     torch.manual_seed(columns)
     x, weight = randn(700, depth, dtype=dtype), randn(columns, depth, scale=depth**-0.5, dtype=dtype)
     results = []
     for tile in (*HOPPER_PRODUCTS, *MORE_PRODUCTS):
-        monkeypatch.setattr(products_launch, "product_tile", lambda *shape, tile=tile: tile)
+        products = TritonProducts(OneTile(tile))
         for rows in (x, x[:16]):
             out = torch.empty(len(rows), columns, device="cuda")
-            products_launch._launch(out.unsqueeze(1), rows.unsqueeze(1), weight.unsqueeze(0), None)
+            products.multiply(out.unsqueeze(1), rows.unsqueeze(1), weight.unsqueeze(0), None)
             results.append(out[:16])
     assert all(torch.equal(results[0], result) for result in results), "in fp32"
     torch.testing.assert_close(results[0], x[:16].float() @ weight.float().T, atol=1e-4, rtol=1e-4)
@@ -55,13 +56,14 @@ def test_attention(heads: int, kv_heads: int, dim: int, window: int, monkeypatch
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: torch.empty(*size, device=self.device))
     for rows, warps in ((16, 1), (32, 1), (64, 4), (64, 8), (128, 4), (128, 8)):
         blocks = Blocks(rows, given.extend.block_n, given.extend.split, num_warps=warps)
-        tiles = AttentionTiles(blocks, blocks)
-        monkeypatch.setattr(attention_launch, "attention_tiles", lambda *shape, tiles=tiles: tiles)
-        whole = plan_triton_attention(table, [length], [length], page, heads=shape, dtype=q.dtype, window=window)
+        tiles = OneTile(AttentionTiles(blocks, blocks))
+        whole = plan_triton_attention(
+            table, [length], [length], page, heads=shape, dtype=q.dtype, window=window, tiles=tiles
+        )
         results.append(whole.attend(q, k, v, dim**-0.5)[-last:])
         contexts = list(range(length - last + 1, length + 1))
         each = plan_triton_attention(
-            table.repeat(last, 1), [1] * last, contexts, page, heads=shape, dtype=q.dtype, window=window
+            table.repeat(last, 1), [1] * last, contexts, page, heads=shape, dtype=q.dtype, window=window, tiles=tiles
         )
         results.append(each.attend(q[-last:], k, v, dim**-0.5))
     assert results[0].dtype is torch.float32

@@ -29,6 +29,7 @@ from workers.grammar.compiler import GrammarCompiler
 from workers.grammar.turns import Masks
 from workers.kernels.backend import Backend, load_backend
 from workers.kernels.fp8 import FP8
+from workers.kernels.tile_table import read_table
 from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.kv.page_events import FilledPage, PageEvents
@@ -63,7 +64,7 @@ class Rank:
             config.model / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids
         )
         self.device = pick_device(config.device)
-        self.dtype = _dtype(config.dtype, self.model_config, self.device)
+        self.dtype = activation_dtype(config.dtype, self.model_config, self.device)
         backend = self._load_backend(config)
         self._add_noise = backend.add_noise
         self.context_len = _context_len(config.context_length, self.model_config)
@@ -72,7 +73,7 @@ class Rank:
             torch.set_num_threads(1 if backend.tape is not None else config.num_threads)
         self.decoder = self._load_decoder(config, config.model, self.model_config, backend, group)
         model = self.decoder.config
-        kv_dtype = _kv_dtype(config.kv_cache_dtype, self.dtype)
+        kv_dtype = kv_dtype_of(config.kv_cache_dtype, self.dtype)
         draft = read_draft_config(config, self.model_config)
         drafting = draft.model if isinstance(draft, HeadConfig) else draft
         num_pages = pages_by_group(config, model, kv_dtype, self.device, drafting)
@@ -127,6 +128,7 @@ class Rank:
             deterministic=config.deterministic,
             quantization=config.quantization,
             num_threads=config.num_threads,
+            tiles=None if config.tile_table is None else read_table(config.tile_table, self.device),
         )
 
     def _load_decoder(
@@ -285,7 +287,8 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+def activation_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """What ``dtype`` means. Raises ConfigError."""
     if name == "auto":
         return model.dtype if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -298,7 +301,8 @@ def _weight_dtype(config: EngineConfig, model: ModelConfig, backend: Backend) ->
     return model.dtype if backend.tape is not None and config.dtype == "auto" else None
 
 
-def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def kv_dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What ``kv_cache_dtype`` means, with activations of ``dtype``. Raises ConfigError."""
     if name not in ("auto", "fp8_e4m3"):
         raise ConfigError(f"kv_cache_dtype: {name!r} is not one of auto, fp8_e4m3")
     return dtype if name == "auto" else FP8

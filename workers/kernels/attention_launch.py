@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.kernels.fp8 import stored
 from workers.kernels.paged_attention import HeadShape
-from workers.kernels.tiles import AttentionTiles, Blocks, attention_tiles, is_hopper
+from workers.kernels.tiles import AttentionShape, AttentionTiles, Blocks, Tiles
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.upload import upload_parts
 
@@ -154,9 +154,11 @@ def plan_triton_attention(
     heads: HeadShape,
     dtype: torch.dtype,
     window: int = 0,
+    tiles: Tiles | None = None,
 ) -> TritonPlan:
     """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
-    blocks, group = attention_tiles(heads.v_dim, is_hopper(tables.device, dtype)), heads.group
+    shape, group = AttentionShape(heads, page_size, window, dtype), heads.group
+    blocks = (tiles or Tiles()).attention(shape, tables.device)
     split = blocks.extend.split
     # By whole arrays: a loop over a large batch takes longer than all else that a step's launch costs the host.
     queries, contexts = np.asarray(query_lens, dtype=np.int32), np.asarray(context_lens, dtype=np.int32)
@@ -190,10 +192,11 @@ def plan_triton_decodes(
     kv_heads: int,
     most: int,
     window: int = 0,
+    tiles: Tiles | None = None,
 ) -> TritonPlan:
     """See ``DecodePlanner``. The bits are those of ``plan_triton_attention``."""
     device = tables.device
-    blocks = attention_tiles(heads.v_dim, is_hopper(device, dtype))
+    blocks = (tiles or Tiles()).attention(AttentionShape(heads, page_size, window, dtype), device)
     sequence = torch.arange(len(tables), dtype=torch.int32, device=device)
     spans = torch.stack((sequence, torch.ones_like(sequence), context_lens.int()), dim=1)
     num_splits = -(-most // blocks.decode.split)
@@ -203,7 +206,7 @@ def plan_triton_decodes(
     apart = 1 < num_splits <= MAX_PROGRAMS // (num_tiles * kv_heads)
     height = (blocks.decode if apart else blocks.extend).rows
     rows = torch.arange(0, heads.group, height, dtype=torch.int32, device=device)
-    tiles = torch.stack((sequence.repeat_interleave(len(rows)), rows.repeat(len(tables))), dim=1)
-    none = tiles.narrow(0, 0, 0)
-    side, one = (tiles, none) if apart else (none, tiles)
+    every = torch.stack((sequence.repeat_interleave(len(rows)), rows.repeat(len(tables))), dim=1)
+    none = every.narrow(0, 0, 0)
+    side, one = (every, none) if apart else (none, every)
     return TritonPlan(tables, spans, side, one, num_splits, page_size, heads.group, window, blocks)

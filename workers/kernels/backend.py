@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from workers.kernels.grouped_experts import Experts, TorchExperts
 from workers.kernels.noise import AddNoise, add_torch_noise
 from workers.kernels.paged_attention import plan_attention
 from workers.kernels.products import Products, TorchProducts
+from workers.kernels.tiles import Tiles
 
 BACKENDS = ("auto", "torch_native", "triton", "cpu")
 """SGLang's names of attention backends, and ours. ``auto``: Triton on CUDA; on CPU its own, if they can be compiled."""
@@ -51,6 +53,7 @@ def load_backend(
     deterministic: bool = True,
     quantization: str | None = None,
     num_threads: int = 1,
+    tiles: Tiles | None = None,
 ) -> Backend:
     """``dtype``: of activations. ``deterministic``: on CUDA, a row's result does not depend on its batch, products
     included. ``quantization``: of layers' weights, ``int8`` on CPU.
@@ -78,9 +81,12 @@ def load_backend(
     from workers.kernels.experts_launch import TritonExperts
     from workers.kernels.products_launch import TritonProducts
 
-    products = TritonProducts() if deterministic else TorchProducts()
     return Backend(
-        plan_triton_attention, TritonElementwise(), TritonExperts(), products, plan_decodes=plan_triton_decodes
+        partial(plan_triton_attention, tiles=tiles),
+        TritonElementwise(),
+        TritonExperts(tiles),
+        TritonProducts(tiles) if deterministic else TorchProducts(),
+        plan_decodes=partial(plan_triton_decodes, tiles=tiles),
     )
 
 

@@ -10,7 +10,7 @@ from workers.kernels.grouped_experts import ExpertProducts, RouterSpec
 from workers.kernels.packed import FP8Weight, MXFP4Planes
 from workers.kernels.packed_launch import as_stored, depth_of
 from workers.kernels.products import Weight
-from workers.kernels.tiles import ExpertTile, expert_tile, is_hopper
+from workers.kernels.tiles import ExpertShape, Tiles
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 from workers.kernels.triton_routing import SIGMOID, SOFTMAX, TOP_SOFTMAX, combine_kernel, route_kernel, sort_kernel
 
@@ -25,6 +25,9 @@ class TritonExperts:
     """``Experts`` on a GPU."""
 
     reads_packed = True
+
+    def __init__(self, tiles: Tiles | None = None) -> None:
+        self._tiles = tiles or Tiles()
 
     def route(
         self, logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, dtype: torch.dtype
@@ -44,7 +47,8 @@ class TritonExperts:
         down, down_scales, down_format = as_stored(w.down)
         hidden_size, size = x.shape[-1], depth_of(w.down)
         x, share = x.contiguous(), weights.contiguous()
-        tile = tile_of(w.gate_up, chosen.numel(), w.num_experts, x)
+        shape = ExpertShape(w.num_experts, hidden_size, size, x.dtype, _form(w.gate_up))
+        tile = self._tiles.experts(shape, chosen.numel(), x.device)
         chosen = chosen.contiguous()
         order, blocks, ends = sorted_blocks(chosen.view(-1), w, tile.rows)
         known = {
@@ -91,10 +95,10 @@ def route_constants(spec: RouterSpec, bias: bool) -> dict[str, int | bool]:
     }
 
 
-def tile_of(weight: Weight, num_rows: int, num_experts: int, x: Tensor) -> ExpertTile:
-    """The tile of a layer's experts."""
-    hopper = is_hopper(x.device, x.dtype) and not isinstance(weight, FP8Weight)
-    return expert_tile(num_rows, num_experts, isinstance(weight, MXFP4Planes), hopper)
+def _form(weight: Weight) -> str:
+    if isinstance(weight, MXFP4Planes):
+        return "mxfp4"
+    return "fp8" if isinstance(weight, FP8Weight) else "plain"
 
 
 def sorted_blocks(chosen: Tensor, w: ExpertProducts, height: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.kernels.packed import FP8Weight
 from workers.kernels.packed_launch import as_stored
 from workers.kernels.products import TorchProducts, Weight, as_tensor
-from workers.kernels.tiles import is_hopper, product_tile
+from workers.kernels.tiles import ProductShape, Tiles
 from workers.kernels.triton_products import product_kernel
 
 BAND = 8
@@ -21,11 +21,14 @@ class TritonProducts(TorchProducts):
 
     reads_packed = True
 
+    def __init__(self, tiles: Tiles | None = None) -> None:
+        self._tiles = tiles or Tiles()
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows = x if x.stride(-1) == 1 else x.contiguous()
         heads = weight if isinstance(weight, FP8Weight) else as_tensor(weight).unsqueeze(0)
         out = x.new_empty(len(rows), heads.values.shape[1] if isinstance(heads, FP8Weight) else heads.shape[1])
-        _launch(out.unsqueeze(1), rows.unsqueeze(1), heads, bias)
+        self.multiply(out.unsqueeze(1), rows.unsqueeze(1), heads, bias)
         return out
 
     def scores(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -34,26 +37,25 @@ class TritonProducts(TorchProducts):
             return super().scores(x, weight, bias)
         # A product of two of 16 bits is exact in fp32, which tensor cores add up in.
         out = x.new_empty(len(x), len(matrix), dtype=torch.float32)
-        _launch(out.unsqueeze(1), x.contiguous().unsqueeze(1), matrix.unsqueeze(0), bias)
+        self.multiply(out.unsqueeze(1), x.contiguous().unsqueeze(1), matrix.unsqueeze(0), bias)
         return out
 
     def by_head(self, x: Tensor, weight: Weight) -> Tensor:
         rows, weight = x if x.stride(-1) == 1 else x.contiguous(), as_tensor(weight)
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
-        _launch(out, rows, weight, None)
+        self.multiply(out, rows, weight, None)
         return out
 
-
-def _launch(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
-    """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``, of one head if it is packed."""
-    stored, scales, form = as_stored(weight)
-    heads, n, k = stored.shape
-    if not len(x):
-        return
-    tile = product_tile(n, len(x), isinstance(weight, Tensor) and is_hopper(x.device, x.dtype))
-    product_kernel[triton.cdiv(len(x), tile.rows) * triton.cdiv(n, tile.columns), heads](
-        out, x, stored, scales, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0),
-        x.stride(1), *stored.stride(), **form, N=n, K=k, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth, BAND=BAND, BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    def multiply(self, out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+        """``out [rows, heads, n]``, ``x [rows, heads, k]``, ``weight [heads, n, k]``, of one head if it is packed."""
+        stored, scales, form = as_stored(weight)
+        heads, n, k = stored.shape
+        if not len(x):
+            return
+        tile = self._tiles.product(ProductShape(n, k, x.dtype, isinstance(weight, FP8Weight)), len(x), x.device)
+        product_kernel[triton.cdiv(len(x), tile.rows) * triton.cdiv(n, tile.columns), heads](
+            out, x, stored, scales, out if bias is None else bias, len(x), out.stride(0), out.stride(1), x.stride(0),
+            x.stride(1), *stored.stride(), **form, N=n, K=k, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth, BAND=BAND, BIAS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=False,
+        )  # fmt: skip

@@ -11,10 +11,13 @@ so there nothing follows from the batch (law L14).
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-import triton
+
+from workers.kernels.paged_attention import HeadShape
 
 MIN_PRODUCT_TILES = 96
 """A product of few rows is as fast as its weights are read, which takes most of a GPU's multiprocessors."""
@@ -64,6 +67,82 @@ class ExpertTile:
     num_stages: int = 2
 
 
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """What a product's tile depends on, beside the number of rows."""
+
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    packed: bool = False
+    """In FP8 blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What the tile of a layer's experts depends on, beside the number of rows."""
+
+    num_experts: int
+    """Of all ranks, as the rows are."""
+    hidden: int
+    size: int
+    dtype: torch.dtype
+    form: str = "plain"
+    """``plain``, ``fp8`` (blocks) or ``mxfp4``"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the tiles of a KV group depend on."""
+
+    heads: HeadShape
+    page_size: int
+    window: int
+    dtype: torch.dtype
+
+
+Shape: TypeAlias = ProductShape | ExpertShape | AttentionShape
+Tile: TypeAlias = ProductTile | ExpertTile | AttentionTiles
+Measured: TypeAlias = Mapping[Shape, Sequence[tuple[int, Tile]]]
+"""Each shape's tiles, each for at most so many rows; the last for more too."""
+
+
+class Tiles:
+    """The tiles of an engine's kernels: those that were measured (``tile_table``), else by the rules below."""
+
+    def __init__(self, measured: Measured | None = None) -> None:
+        self._measured = measured or {}
+        self.asked: set[Shape] = set()
+        """The shapes that the engine has."""
+
+    def attention(self, shape: AttentionShape, device: torch.device) -> AttentionTiles:
+        found = self._find(shape, 1)
+        if isinstance(found, AttentionTiles):
+            return found
+        return attention_tiles(shape.heads.v_dim, is_hopper(device, shape.dtype))
+
+    def product(self, shape: ProductShape, num_rows: int, device: torch.device) -> ProductTile:
+        found = self._find(shape, num_rows)
+        if isinstance(found, ProductTile):
+            return found
+        return product_tile(shape.columns, num_rows, not shape.packed and is_hopper(device, shape.dtype))
+
+    def experts(self, shape: ExpertShape, num_rows: int, device: torch.device) -> ExpertTile:
+        """``num_rows``: of all experts together."""
+        found = self._find(shape, num_rows)
+        if isinstance(found, ExpertTile):
+            return found
+        hopper = shape.form != "fp8" and is_hopper(device, shape.dtype)
+        return expert_tile(num_rows, shape.num_experts, shape.form == "mxfp4", hopper)
+
+    def _find(self, shape: Shape, num_rows: int) -> Tile | None:
+        self.asked.add(shape)
+        known = self._measured.get(shape)
+        if not known:
+            return None
+        return next((tile for most, tile in known if num_rows <= most), known[-1][1])
+
+
 HOPPER_PRODUCTS = (
     ProductTile(256, 128, 64, num_warps=8, num_stages=4),
     ProductTile(128, 128, 64, num_warps=8, num_stages=3),
@@ -90,7 +169,7 @@ def attention_tiles(v_dim: int, hopper: bool) -> AttentionTiles:
 
     A decode leaves most of 64 rows empty, which costs nothing that its reading of the KV does not hide.
     """
-    width = triton.next_power_of_2(v_dim)
+    width = _power_of_two(v_dim)
     if hopper and width <= 64:
         return AttentionTiles(Blocks(16, 64, 512, num_warps=1, num_stages=3), Blocks(64, 64, 512, num_warps=4))
     if hopper and width <= 128:
@@ -107,7 +186,7 @@ def attention_tiles(v_dim: int, hopper: bool) -> AttentionTiles:
 def product_tile(num_columns: int, num_rows: int, hopper: bool) -> ProductTile:
     """The widest tile that leaves enough of them; 32 columns for small weights."""
     if hopper:
-        most = max(16, triton.next_power_of_2(num_rows))
+        most = max(16, _power_of_two(num_rows))
         fitting = [tile for tile in HOPPER_PRODUCTS if tile.rows <= most]
         return next(
             (tile for tile in fitting if _num_tiles(tile, num_columns, num_rows) >= MIN_PRODUCT_TILES), fitting[-1]
@@ -116,6 +195,11 @@ def product_tile(num_columns: int, num_rows: int, hopper: bool) -> ProductTile:
         if num_columns >= columns * MIN_PRODUCT_TILES:
             return ProductTile(columns)
     return ProductTile(32)
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
 
 
 def _num_tiles(tile: ProductTile, num_columns: int, num_rows: int) -> int:

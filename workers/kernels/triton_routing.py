@@ -99,7 +99,7 @@ def sort_kernel(order, blocks, ends, chosen, num_rows, first, num_blocks, HEIGHT
         own = tl.load(chosen + i, mask=i < num_rows, other=-1) == expert
         tl.store(order + place + tl.cumsum(own.to(tl.int32), 0) - 1, i.to(tl.int64), mask=own)
         place += tl.sum(own.to(tl.int32))
-    tl.store(ends + number, (before + count).to(tl.int64))
+    tl.store(ends + number, before + count)
     block = number + before // HEIGHT
     last = block + (count + HEIGHT - 1) // HEIGHT
     after = number + 1 + (before + count) // HEIGHT
@@ -111,7 +111,9 @@ def sort_kernel(order, blocks, ends, chosen, num_rows, first, num_blocks, HEIGHT
 
 
 @triton.jit(do_not_specialize=["first"])
-def combine_kernel(out, outputs, chosen, first, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    out, outputs, chosen, first, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (token, block of columns): the sum of its experts' outputs, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.kernels.test_paged_attention import CASES, KINDS, NUM_PAGES
-from workers.kernels import attention_launch
+from workers.kernels import tiles
 from workers.kernels.attention_launch import plan_triton_attention
 from workers.kernels.paged_attention import HeadShape, paged_attention_reference
 from workers.kernels.tiles import AttentionTiles, Blocks
@@ -24,7 +24,7 @@ SMALL = Blocks(16, 16, 32)
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short contexts have several, and small tiles, which the interpreter computes sooner."""
-    monkeypatch.setattr(attention_launch, "attention_tiles", lambda v_dim, hopper: AttentionTiles(SMALL, SMALL))
+    monkeypatch.setattr(tiles, "attention_tiles", lambda v_dim, hopper: AttentionTiles(SMALL, SMALL))
 
 
 def check(

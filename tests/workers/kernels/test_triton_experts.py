@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kernels import experts_launch
+from workers.kernels import tiles
 from workers.kernels.experts_launch import TritonExperts, sorted_blocks
 from workers.kernels.grouped_experts import ExpertProducts, RouterSpec, TorchExperts
 from workers.kernels.packed import FP8Weight, MXFP4Planes, MXFP4Weight
@@ -34,7 +34,7 @@ SMALL = ExpertTile(rows=16, columns=16, depth=32)
 def small_blocks() -> Iterator[None]:
     """Several blocks of few rows, and less to compute in the interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_launch, "expert_tile", lambda *shape: SMALL)
+        patch.setattr(tiles, "expert_tile", lambda *shape: SMALL)
         yield
 
 

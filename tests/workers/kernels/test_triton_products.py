@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kernels import products_launch
+from workers.kernels import tiles
 from workers.kernels.packed import FP8Weight
 from workers.kernels.products import TorchProducts
 from workers.kernels.products_launch import TritonProducts
@@ -24,7 +24,7 @@ SMALL = ProductTile(16, rows=16, depth=32)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles of small weights."""
-    monkeypatch.setattr(products_launch, "product_tile", lambda *shape: SMALL)
+    monkeypatch.setattr(tiles, "product_tile", lambda *shape: SMALL)
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
