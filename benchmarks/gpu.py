@@ -266,7 +266,7 @@ def of_transformers(folder: Path, model: Model, decodes: list[tuple[int, int]]) 
 
 
 def measure(model: Model, folder: Path, arguments: argparse.Namespace, speed: float) -> None:
-    engine = Engine(model, folder, **json.loads(arguments.settings))
+    engine = Engine(model, folder, tile_table=arguments.tile_table, **json.loads(arguments.settings))
     print(f"loaded and captured in {engine.load_s:.1f} s; settings {arguments.settings}", flush=True)
     kv_bytes = engine.leader.rank.kv.dtype.itemsize
     engine.prefill_s(64), engine.prefill_s(9000)  # compiles
@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--decodes", type=pair, nargs="*", default=DECODES)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
     parser.add_argument("--settings", default="{}", help="of the engine, as JSON")
+    parser.add_argument("--tile-table", type=Path, help="what holdfast tune wrote")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is written to and kept")
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
     parser.add_argument("--transformers", action="store_true", help="measure transformers instead")
