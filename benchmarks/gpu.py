@@ -140,7 +140,6 @@ class Engine:
         given: dict[str, Any] = {
             "device": "cuda",
             "context_length": 40_000,
-            "chunked_prefill_size": 8192,
             "max_running_requests": 256,
         } | settings
         self.leader = Leader(EngineConfig(model=folder, **given), lambda updates: None, self._fail)

@@ -137,7 +137,9 @@ class Config(BaseModel):
         1, ge=0, le=64, description="turns whose starts a session can go back to behind a sliding window"
     )
     ep: bool = Field(False, description="the ranks of a worker divide the experts, not each expert's width")
-    chunked_prefill_size: int = Field(512, ge=1, description="tokens computed in a step")
+    chunked_prefill_size: int | None = Field(
+        None, ge=1, description="tokens computed in a step; default: 512 on CPU, 8192 on a large GPU"
+    )
     max_running_requests: int = Field(32, ge=1, description="turns in a worker's batch")
     max_queued_requests: int = Field(256, ge=1, description="turns that wait on a worker; beyond it 429")
     max_sessions: int = Field(1024, ge=2, description="sessions whose KV a worker keeps between turns")

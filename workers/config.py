@@ -44,7 +44,8 @@ class EngineConfig:
     """Turns whose starts a session can go back to although a window has passed them."""
     expert_parallel: bool = False
     """The ranks of a group divide a model's experts among them, not each expert's width."""
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int | None = None
+    """Tokens computed in a step. None: by the device (``engine.memory.step_tokens``)."""
     max_running_requests: int = 32
     max_queued_requests: int = 256
     max_sessions: int = 1024

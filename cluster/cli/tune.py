@@ -41,10 +41,14 @@ def tune(config_file: Path | None, output: Path, **flags: Any) -> None:
     from workers.kernels.tune import table_of, tune
 
     shapes, device, kv_dtype = engine_shapes(engine, config.tp)
-    click.echo(f"{len(shapes)} shapes; compiling their candidates")
     found = []
-    for best in tune(shapes, device, kv_dtype):
+    for best in tune(shapes, device, kv_dtype, _progress):
         found.append(best)
         click.echo(f"{best.shape}, {best.rows} rows: {best.rule_us:.1f} -> {best.us:.1f} us")
     write_table(output, device, table_of(found))
     click.echo(f"written to {output}")
+
+
+def _progress(done: int, total: int) -> None:
+    if done % 20 == 0 or done == total:
+        click.echo(f"compiled {done} of {total} candidates")

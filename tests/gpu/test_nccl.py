@@ -29,7 +29,10 @@ class OfOneRank(Engine):
 
     def __init__(self, **changes: Any) -> None:
         self.updates = {}
-        config, group = replace(engine.SMALL, **changes), Collectives(dist.HashStore(), Shard(), CUDA, "127.0.0.1", 10.0)
+        config, group = (
+            replace(engine.SMALL, **changes),
+            Collectives(dist.HashStore(), Shard(), CUDA, "127.0.0.1", 10.0),
+        )
         self.leader = Leader(config, self._take, self._crash, group=group, send=lambda entry: None)
         self.cache, self.scheduler = self.leader.cache, self.leader.scheduler
 

@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
 from tests.workers.engine import Engine
 from workers.config import EngineConfig
-from workers.engine.memory import group_specs, pages_by_group
+from workers.engine.memory import group_specs, pages_by_group, step_tokens
 from workers.models import ModelConfig, read_config
 from workers.models.kv_pool import page_sizes_bytes
 
@@ -88,3 +88,12 @@ def test_an_engine_holds_windows_while_it_prefills(gpt_oss: Path) -> None:
     assert len(engine.generate("s", [7 + i % 90 for i in range(230)])) == 12, (
         "it does not fit whole in the window group"
     )
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(80, 8192), (24, 2048)])
+def test_a_step_is_as_large_as_its_device(monkeypatch: pytest.MonkeyPatch, gib: int, tokens: int) -> None:
+    properties = type("Properties", (), {"total_memory": gib * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert step_tokens(EngineConfig(), torch.device("cuda")) == tokens
+    assert step_tokens(EngineConfig(), CPU) == 512
+    assert step_tokens(EngineConfig(chunked_prefill_size=100), torch.device("cuda")) == 100

@@ -33,7 +33,7 @@ class TurnDrafts:
         self._drafter = DRAFTERS.get(algorithm, "")
         kinds = {"model": ModelSpeculation, "head": HeadSpeculation}
         kind = kinds.get(self._drafter)
-        self._model = kind(max_draft, config.chunked_prefill_size) if kind is not None else None
+        self._model = kind(max_draft, rank.step_tokens) if kind is not None else None
         self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else self._model
         self._rank = rank
         self._num_plain, self._computing_s = 0, 0.0

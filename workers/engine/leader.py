@@ -71,7 +71,7 @@ class Leader:
         self._replication = Replication(self.cache, self.log, send)
         limits = SchedulerLimits(
             context_len=self.rank.context_len,
-            step_tokens=config.chunked_prefill_size,
+            step_tokens=self.rank.step_tokens,
             max_running=config.max_running_requests,
             max_waiting=config.max_queued_requests,
         )

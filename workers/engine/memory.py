@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -17,6 +18,8 @@ from workers.models.kv_pool import page_sizes_bytes
 CPU_KV_TOKENS = 65_536
 CPU_KV_MEMORY_FRACTION = 0.2
 CUDA_KV_MEMORY_FRACTION = 0.85
+CPU_STEP_TOKENS, CUDA_STEP_TOKENS, SMALL_CUDA_STEP_TOKENS = 512, 8192, 2048
+LARGE_CUDA_MEMORY = 40 * 2**30
 SESSION_TOKENS = 4096
 """What a session is taken to hold, where the share of window groups is computed."""
 
@@ -34,6 +37,7 @@ def pages_by_group(
 
     Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs.
     """
+    config = replace(config, chunked_prefill_size=step_tokens(config, device))
     sizes = page_sizes_bytes(model, config.page_size, dtype)
     if draft is not None:
         sizes[host_group(model)] += sum(page_sizes_bytes(draft, config.page_size, dtype))
@@ -46,6 +50,16 @@ def pages_by_group(
                 f"{group.window} tokens, and a turn needs {needed}; raise it, or lower chunked_prefill_size"
             )
     return pages
+
+
+def step_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Tokens that a step computes: as many as keep the device busy, for decodes wait as long."""
+    if config.chunked_prefill_size is not None:
+        return config.chunked_prefill_size
+    if device.type != "cuda":
+        return CPU_STEP_TOKENS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return CUDA_STEP_TOKENS if memory >= LARGE_CUDA_MEMORY else SMALL_CUDA_STEP_TOKENS
 
 
 def host_group(target: ModelConfig) -> int:
@@ -98,4 +112,5 @@ def _window_pages(config: EngineConfig, window: int, pages: int) -> int:
 
 def _pages_of_a_turn(config: EngineConfig, window: int) -> int:
     """What a turn can hold of a window group, and one page for a copy on write."""
+    assert config.chunked_prefill_size is not None, "it was filled in"
     return window_pages(window, config.page_size, config.resume_points, config.chunked_prefill_size) + 1

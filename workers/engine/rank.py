@@ -20,7 +20,7 @@ from workers.engine.collectives import Collectives
 from workers.engine.decode_graphs import DecodeGraphs, capture_of
 from workers.engine.draft_head import HeadModel
 from workers.engine.draft_model import Drafter, DraftModel, read_draft_config
-from workers.engine.memory import group_specs, host_group, pages_by_group
+from workers.engine.memory import group_specs, host_group, pages_by_group, step_tokens
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
 from workers.engine.step_log import RecordedCache
@@ -67,6 +67,8 @@ class Rank:
         self.dtype = activation_dtype(config.dtype, self.model_config, self.device)
         backend = self._load_backend(config)
         self._add_noise = backend.add_noise
+        self.step_tokens = step_tokens(config, self.device)
+        """The most that a step computes."""
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             # Beside kernels with threads of their own, torch's would wait actively on the same cores.
@@ -186,7 +188,7 @@ class Rank:
             weight_dtype=_weight_dtype(config, model, backend),
         )
         # What a step computes, and what a head may be behind.
-        num_kept = config.chunked_prefill_size + config.max_running_requests * (
+        num_kept = self.step_tokens + config.max_running_requests * (
             MAX_HEAD_LAG + config.speculative_num_draft_tokens + 1
         )
         return HeadModel(head, draft.taps, backend, kv, self.tables[host], num_kept)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 from triton.testing import do_bench
 
 from workers.kernels.attention_launch import plan_triton_attention, plan_triton_decodes
@@ -97,10 +96,15 @@ class Found:
     rule_us: float
 
 
-def tune(shapes: Iterable[Shape], device: torch.device, kv_dtype: torch.dtype) -> Iterator[Found]:
-    """Measure the tiles of ``shapes`` on ``device``, which should have nothing else to do."""
+def tune(
+    shapes: Iterable[Shape], device: torch.device, kv_dtype: torch.dtype, compiled: Callable[[int, int], None]
+) -> Iterator[Found]:
+    """Measure the tiles of ``shapes`` on ``device``, which should have nothing else to do.
+
+    ``compiled`` is told how many candidates are compiled, of how many.
+    """
     wanted = list(shapes)
-    _compile(wanted, device, kv_dtype)
+    _compile(wanted, device, kv_dtype, compiled)
     for shape in wanted:
         for trial in trials(shape, device, kv_dtype):
             yield _best(shape, trial)
@@ -139,26 +143,32 @@ def _fits(trial: Trial, tile: Tile) -> bool:
     try:
         trial.run(tile)
         trial.check(tile)
-    except OutOfResources:
+    except TritonError:
         return False
     return True
 
 
-def _compile(shapes: list[Shape], device: torch.device, kv_dtype: torch.dtype) -> None:
+def _compile(
+    shapes: list[Shape], device: torch.device, kv_dtype: torch.dtype, compiled: Callable[[int, int], None]
+) -> None:
     """Fill Triton's cache, in several processes: compiling takes most of the time, and one of the cores."""
-    count = min(PROCESSES, os.cpu_count() or 1)
-    if count == 1:
-        return
-    with get_context("spawn").Pool(count) as pool:
-        pool.starmap(_compile_some, [(shapes, device, kv_dtype, i, count) for i in range(count)])
+    jobs = {
+        (shape, tile): None
+        for shape in shapes
+        for trial in trials(shape, device, kv_dtype)
+        for tile in (trial.rule, *trial.candidates)
+    }
+    with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1)) as pool:
+        for done, _ in enumerate(pool.imap_unordered(partial(_compile_one, device, kv_dtype), jobs), start=1):
+            compiled(done, len(jobs))
 
 
-def _compile_some(shapes: list[Shape], device: torch.device, kv_dtype: torch.dtype, first: int, step: int) -> None:
-    for shape in shapes:
-        for trial in trials(shape, device, kv_dtype):
-            for tile in (trial.rule, *trial.candidates):
-                if crc32(repr((shape, tile)).encode()) % step == first:  # with any number of rows by one of them
-                    _fits(trial, tile)
+def _compile_one(device: torch.device, kv_dtype: torch.dtype, job: tuple[Shape, Tile]) -> None:
+    shape, tile = job
+    for trial in trials(shape, device, kv_dtype):
+        if tile == trial.rule or tile in trial.candidates:
+            _fits(trial, tile)
+            return
 
 
 def trials(shape: Shape, device: torch.device, kv_dtype: torch.dtype) -> Iterator[Trial]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from holdfast.errors import ConfigError
 from tests.parity.checkpoints import make_checkpoint
 from tests.workers.engine import SMALL, Engine
 from workers.engine.tuning import engine_shapes
-from workers.kernels import tune
+from workers.kernels import tiles, tune
 from workers.kernels.paged_attention import HeadShape
 from workers.kernels.tile_table import read_table, write_table
 from workers.kernels.tiles import (
@@ -75,6 +76,43 @@ def test_the_fastest_tile_with_the_same_bits_is_taken(monkeypatch: pytest.Monkey
     assert best(monkeypatch, {RULE: 100.0, OTHER: 99.0}, alike).tile == RULE
 
 
+SHAPES: list[Shape] = [
+    ProductShape(40, 32, torch.float16),
+    ProductShape(40, 32, torch.float16, packed=True),
+    *(ExpertShape(4, 32, 32, torch.float16, form) for form in ("plain", "fp8", "mxfp4")),
+    AttentionShape(HeadShape(2, 16), 4, 0, torch.float16),
+    AttentionShape(HeadShape(2, 16), 4, 24, torch.float16),
+]
+
+
+def test_every_kind_of_shape_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, whose times mean nothing: what was slow before is fast now, so every other tile is taken."""
+    small = {"ROWS": (4, 20), "FEW": 4, "CONTEXT": 48, "BATCH": 2, "CHECKED": 8, "KV_HEADS": 1, "TOP_K": 2}
+    for name, value in {**small, "_compile": lambda *given: None, "GAIN": 1.0}.items():
+        monkeypatch.setattr(tune, name, value)
+    blocks, other = Blocks(16, 16, 16), Blocks(32, 16, 16)
+    monkeypatch.setattr(tiles, "attention_tiles", lambda *shape: AttentionTiles(blocks, blocks))
+    monkeypatch.setattr(tiles, "product_tile", lambda *shape: ProductTile(16, 16, 16))
+    monkeypatch.setattr(tiles, "expert_tile", lambda *shape: ExpertTile(16, 16, 32))
+    monkeypatch.setattr(tune, "product_tiles", lambda rows: [ProductTile(32, 16, 16)])
+    monkeypatch.setattr(tune, "expert_tiles", lambda *shape: [ExpertTile(32, 32, 32)])
+    for name in ("decode_blocks", "extend_blocks"):
+        monkeypatch.setattr(tune, name, lambda rule: [other])
+    times = itertools.count(100, -1)
+
+    def measured(trial: Trial, tile: Tile) -> float:
+        trial.run(tile)
+        return float(next(times))
+
+    monkeypatch.setattr(tune, "_microseconds", measured)
+    table = table_of(tune.tune(SHAPES, CPU, torch.float16, lambda done, total: None))
+    assert table == {
+        **{shape: [(rows, ProductTile(32, 16, 16)) for rows in (4, 20)] for shape in SHAPES[:2]},
+        **{shape: [(rows, ExpertTile(32, 32, 32)) for rows in (2, 8, 40)] for shape in SHAPES[2:5]},
+        **{shape: [(48, AttentionTiles(other, other))] for shape in SHAPES[5:]},
+    }
+
+
 def test_a_table_has_decodes_and_extends_tiles_together() -> None:
     first = Found(HEADS, 1, AttentionTiles(NARROW, BLOCKS), 1.0, 2.0)
     second = Found(HEADS, 4096, AttentionTiles(BLOCKS, NARROW), 1.0, 2.0)
@@ -87,12 +125,12 @@ def test_a_table_has_decodes_and_extends_tiles_together() -> None:
 
 def test_an_engine_finds_what_was_measured(tmp_path: Path) -> None:
     write_table(tmp_path / "tiles.json", CPU, MEASURED)
-    tiles = read_table(tmp_path / "tiles.json", CPU)
-    assert [tiles.product(PRODUCT, rows, CPU) for rows in (1, 16, 17, 64, 1000)] == [OTHER, OTHER, RULE, RULE, RULE]
-    assert tiles.experts(EXPERTS, 100, CPU) == ExpertTile()
-    assert tiles.attention(HEADS, CPU) == AttentionTiles(NARROW, BLOCKS)
+    read = read_table(tmp_path / "tiles.json", CPU)
+    assert [read.product(PRODUCT, rows, CPU) for rows in (1, 16, 17, 64, 1000)] == [OTHER, OTHER, RULE, RULE, RULE]
+    assert read.experts(EXPERTS, 100, CPU) == ExpertTile()
+    assert read.attention(HEADS, CPU) == AttentionTiles(NARROW, BLOCKS)
     unknown = ProductShape(64, 33, torch.bfloat16)
-    assert tiles.product(unknown, 5, CPU) == Tiles().product(unknown, 5, CPU)
+    assert read.product(unknown, 5, CPU) == Tiles().product(unknown, 5, CPU)
 
 
 def without(key: str) -> Callable[[dict[str, Any]], None]:
