@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,18 +32,25 @@ class Batch:
         places = {turn: -1 - i for i, turn in enumerate(in_flight)}
         tokens = batch.tokens
         for w in work:
-            if w.turn.in_flight:
-                tokens.append(places[w.turn])
+            turn = w.turn
+            if turn.in_flight:
+                tokens.append(places[turn])
+            elif w.count == 1:
+                tokens.append(turn.tokens[w.start])
             else:
-                tokens += w.turn.tokens[w.start : w.start + w.num_known]
+                tokens += turn.tokens[w.start : w.start + w.num_known]
                 if w.draft is not None:
                     tokens += w.draft.tokens
-        ends = list(itertools.accumulate(batch.counts))
-        for end, w in zip(ends, work, strict=True):
-            batch.logit_rows += range(end - w.num_samples, end)
-        for end, w in zip(ends, work, strict=True):
+        end, scored, logit_rows = 0, [], batch.logit_rows
+        for w in work:
+            end += w.count
+            if w.samples and w.draft is None:
+                logit_rows.append(end - 1)
+            else:
+                logit_rows += range(end - w.num_samples, end)
             if w.scored:
-                batch.logit_rows += [end - w.count - w.start + p for p in w.scored]
+                scored += [end - w.count - w.start + p for p in w.scored]
+        logit_rows += scored
         return batch
 
     @classmethod

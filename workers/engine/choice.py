@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -71,20 +70,27 @@ class Choice:
     def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, Sequence[bytes]]) -> None:
         self._logit_rows: list[int] = []
         self._places: list[Place] = []
-        num_sampling = 0
+        num_sampling, self._has_drafts = 0, False
         for w, over in zip(work, ended, strict=True):
-            if w.samples and not over:
-                self._logit_rows += range(num_sampling, num_sampling + w.num_samples)
+            if not w.samples:
+                continue
+            count = 1 if w.draft is None else w.num_samples
+            if not over:
+                self._logit_rows += range(num_sampling, num_sampling + count)
                 self._places.append(Place(w.turn))
                 if w.draft is not None:
+                    self._has_drafts = True
                     self._places += [Place(w.turn, part) for part in w.draft.prefixes()]
-            num_sampling += w.num_samples
+            num_sampling += count
         self._restricted = restrictions(self._places, masks)
         self._all_live = len(self._places) == num_sampling
-        firsts = accumulate((len(w.scored) for w in work), initial=num_sampling)
-        self._scored = [
-            (first, w) for first, w, over in zip(firsts, work, ended, strict=False) if w.scored and not over
-        ]
+        self._scored: list[tuple[int, Work]] = []
+        first = num_sampling
+        for w, over in zip(work, ended, strict=True):
+            if w.scored:
+                if not over:
+                    self._scored.append((first, w))
+                first += len(w.scored)
         self._with_logprobs = [i for i, place in enumerate(self._places) if place.turn.params.num_logprobs >= 0]
         of_rows = [self._places[i].turn for i in self._with_logprobs]
         of_rows += [w.turn for _, w in self._scored for _ in w.scored]
@@ -131,10 +137,13 @@ class Choice:
         num_rows, result = len(self._row_turns), StepResult()
         num_top = num_rows * self._num_top
         sizes = [len(self._places), num_rows, num_rows, num_top, num_top, len(self._wanted)]
-        tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split(sizes)
+        tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split_with_sizes(sizes)
         chosen = tokens.tolist()
-        for place, token in zip(self._places, chosen, strict=True):
-            result.tokens.setdefault(place.turn.turn_id, []).append(token)
+        if self._has_drafts:
+            for place, token in zip(self._places, chosen, strict=True):
+                result.tokens.setdefault(place.turn.turn_id, []).append(token)
+        else:
+            result.tokens = {place.turn.turn_id: [token] for place, token in zip(self._places, chosen, strict=True)}
         if not num_rows:
             return result
         targets = [chosen[i] for i in self._with_logprobs]

@@ -160,7 +160,7 @@ class Leader:
             self.drafts.measure(launched.step, seconds)
         self.counters["steps"] += 1
         self.counters["computed_tokens"] += sum(work.count for work in launched.step.work)
-        ends = []
+        ends, num_generated = [], 0
         for work in launched.step.work:
             turn = work.turn
             if turn.ended:
@@ -168,33 +168,34 @@ class Leader:
             if work.scored:
                 self._update_of(turn).input_logprobs += result.input_logprobs[turn.turn_id]
             if work.samples:
-                end = self._receive(work, result)
+                num_received, end = self._receive(work, result)
+                num_generated += num_received
                 if end is not None:
                     ends.append((turn, *end))
+        self.counters["generated_tokens"] += num_generated
         self.scheduler.settle_drafts(launched.step)
         for turn, outcome, reason in ends:
             self._end(turn, outcome, reason)
         self._emit_updates(launched.log_index)
 
-    def _receive(self, work: Work, result: StepResult) -> tuple[Outcome, Finish | HoldfastError] | None:
-        """A turn's next tokens. Returns how it ends, if it does: nothing beyond that is received."""
+    def _receive(self, work: Work, result: StepResult) -> tuple[int, tuple[Outcome, Finish | HoldfastError] | None]:
+        """A turn's next tokens. Returns how many, and how it ends, if it does: nothing beyond that is received."""
         turn, draft = work.turn, work.draft
         if not turn.params.max_tokens:  # only its input is scored
-            return Outcome.COMPLETED, Finish("length")
-        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id, ())
+            return 0, (Outcome.COMPLETED, Finish("length"))
+        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id, [])
         num_accepted = draft.accepted(samples) if draft is not None else 0
         num_received, end = 0, None
         while end is None and num_received <= num_accepted:
             turn.receive(samples[num_received])
             num_received += 1
             end = self._end_of(turn)
+        self.drafts.receive(work, num_received, num_accepted)
         update = self._update_of(turn)
         update.tokens += samples[:num_received]
         update.logprobs += logprobs[:num_received]
-        self.counters["generated_tokens"] += num_received
-        self.drafts.receive(work, num_received, num_accepted)
         update.drafts = turn.drafts
-        return end
+        return num_received, end
 
     def _end_of(self, turn: Turn) -> tuple[Outcome, Finish | HoldfastError] | None:
         """What the turn's last token means for it."""
@@ -207,7 +208,7 @@ class Leader:
     def _update_of(self, turn: Turn) -> TurnUpdate:
         update = self._updates.get(turn.turn_id)
         if update is None:
-            update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, cached_len=turn.cached_len)
+            update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, [], [], [], turn.cached_len)
         return update
 
     def _emit_updates(self, log_index: int | None = None) -> None:

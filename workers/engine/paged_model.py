@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,11 @@ class PagedModel:
         """``tables``: by KV group, int32 ``[sessions, max_pages]``. ``fed``: tokens that were chosen on the device, by
         their number among those chosen last. ``taps``: see ``Decoder.hidden``. ``graphs``: of the same decoder.
         """
-        self._decoder, self._kv, self._tables, self._fed, self._taps = decoder, kv, tables, fed, taps
+        self._decoder, self._kv, self._fed, self._taps = decoder, kv, fed, taps
         self._graphs = graphs
+        config = decoder.config
+        windows = [group.window for group in config.kv_groups]
+        self._groups = list(zip(windows, config.head_shapes, tables, strict=True))
         self._plan_attention = backend.plan_attention
         self._taped = TapedDecoder(decoder, backend.tape, kv, tables, taps) if backend.tape else None
         self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
@@ -79,23 +83,22 @@ class PagedModel:
                 "i", [p for start, end in zip(starts, context_lens, strict=True) for p in range(start, end)]
             )
             sequences = array("i", [i for i, count in enumerate(counts) for _ in range(count)])
-        places = (torch.frombuffer(batch.tokens, dtype=torch.int32) < 0).nonzero().flatten().tolist()
-        chosen = [-1 - batch.tokens[i] for i in places]
-        parts = [batch.tokens, positions, sequences]
-        parts += [array("i", part) for part in (batch.rows, batch.logit_rows, places, chosen)]
+        known = np.frombuffer(batch.tokens, dtype=np.int32)
+        places = np.flatnonzero(known < 0).astype(np.int32)
+        chosen = array("i", (-1 - known[places]).tobytes())
+        parts = [batch.tokens, positions, sequences, array("i", batch.rows), array("i", batch.logit_rows)]
+        parts += [array("i", places.tobytes()), chosen]
         # One copy to the device for all of them.
         packed = upload_parts([array("i", b"".join(parts))], self._decoder.device)[0].long()
-        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split([len(part) for part in parts])
-        if places:
+        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split_with_sizes([len(part) for part in parts])
+        if chosen:
             tokens.index_put_((fed,), self._fed(fed_from))
-        num_columns = -(-max(context_lens) // size)
-        groups, config, dtype = [], self._decoder.config, self._decoder.dtype
-        for group, whole, heads in zip(config.kv_groups, self._tables, config.head_shapes, strict=True):
+        num_columns, column = -(-max(context_lens) // size), at // size
+        groups, dtype = [], self._decoder.dtype
+        for window, heads, whole in self._groups:
             tables = whole[:, :num_columns].index_select(0, rows)
-            plan = self._plan_attention(
-                tables, counts, context_lens, size, heads=heads, dtype=dtype, window=group.window
-            )
-            groups.append(GroupBatch(tables[sequence, at // size].long(), plan))
+            plan = self._plan_attention(tables, counts, context_lens, size, heads=heads, dtype=dtype, window=window)
+            groups.append(GroupBatch(tables[sequence, column].long(), plan))
         return ForwardBatch(
             tokens=tokens,
             positions=at,

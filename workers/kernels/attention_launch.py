@@ -162,7 +162,8 @@ def plan_triton_attention(
     split = blocks.extend.split
     # By whole arrays: a loop over a large batch takes longer than all else that a step's launch costs the host.
     queries, contexts = np.asarray(query_lens, dtype=np.int32), np.asarray(context_lens, dtype=np.int32)
-    spans = np.stack([np.cumsum(queries) - queries, queries, contexts], axis=1, dtype=np.int32)
+    spans = np.empty((len(queries), 3), dtype=np.int32)
+    spans[:, 0], spans[:, 1], spans[:, 2] = np.cumsum(queries) - queries, queries, contexts
     first_splits = np.maximum(0, contexts - window) // split if window else 0
     splits = (contexts - 1) // split + 1 - first_splits
     apart = (queries == 1) & (splits > 1)
@@ -177,9 +178,13 @@ def plan_triton_attention(
 def _tiles(sequences: NDArray[np.int64], num_rows: NDArray[np.int32], height: int) -> NDArray[np.int32]:
     """The tiles of some sequences, in order: int32 ``[tiles, 2]``, each one's sequence and first row."""
     counts = -(-num_rows[sequences] // height)
+    tiles = np.zeros((int(counts.sum()), 2), dtype=np.int32)
+    if len(tiles) == len(sequences):  # as of decodes
+        tiles[:, 0] = sequences
+        return tiles
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    rows = (np.arange(len(before)) - before) * height
-    return np.stack([np.repeat(sequences, counts), rows], axis=1).astype(np.int32)
+    tiles[:, 0], tiles[:, 1] = np.repeat(sequences, counts), (np.arange(len(before)) - before) * height
+    return tiles
 
 
 def plan_triton_decodes(

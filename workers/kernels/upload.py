@@ -19,7 +19,7 @@ def upload_parts(parts: Sequence[array[Any]], device: torch.device) -> list[Tens
     whole = torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
     if device.type != "cpu":
         whole = whole.pin_memory().to(device, non_blocking=True)
-    tensors = whole.split([len(part) for part in parts])
+    tensors = whole.split_with_sizes([len(part) for part in parts])
     return [t if part.typecode == "i" else t.view(torch.float32) for t, part in zip(tensors, parts, strict=True)]
 
 

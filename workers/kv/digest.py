@@ -70,6 +70,20 @@ class StateDigest:
         if name is None:
             hashed = hashlib.blake2b(slot.session_id.encode(), digest_size=8).digest()
             name = self._names[slot] = int.from_bytes(hashed, "little")
-        lengths = (slot.committed_len, slot.allocated_len, slot.reserved_len, slot.base_len, len(slot.tokens))
-        tables = [x for table in slot.tables for x in (table.digest, len(table.pages))]
-        return hash((name, slot.row, slot.running, *lengths, *slot.turn_starts, *tables))
+        first, *others = slot.tables  # there is often no other: this runs for every turn in each step
+        state = (
+            name,
+            slot.row,
+            slot.running,
+            slot.committed_len,
+            slot.allocated_len,
+            slot.reserved_len,
+            slot.base_len,
+            len(slot.tokens),
+            *slot.turn_starts,
+            first.digest,
+            len(first.pages),
+        )
+        for table in others:
+            state += (table.digest, len(table.pages))
+        return hash(state)

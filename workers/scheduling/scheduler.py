@@ -117,7 +117,8 @@ class Scheduler:
         Of turns that ended meanwhile, nothing is committed. The others' next tokens are in flight now.
         """
         live = [w for w in step.work if not w.turn.ended]
-        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : w.start + w.num_known] for w in live})
+        known = (w.start + (w.count if w.draft is None else w.num_known) for w in live)
+        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : end] for w, end in zip(live, known, strict=True)})
         for w in live:
             w.turn.in_flight = w.samples
             if w.scored:
