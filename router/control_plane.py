@@ -20,7 +20,7 @@ class ControlPlane:
     """``address``: of the GCS; empty: there is none to watch."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address
         self.unreachable_since: datetime | None = None
         self._task = asyncio.create_task(self._watch()) if address else None
 
@@ -31,7 +31,7 @@ class ControlPlane:
         return f"control plane unreachable since {since.isoformat(timespec='seconds')}" if since is not None else ""
 
     async def _watch(self) -> None:
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with grpc.aio.insecure_channel(self.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             while True:
                 answers = await _answers(check)

@@ -43,6 +43,11 @@ def ask(method: str, url: str, path: str, api_key: str | None, timeout_s: float 
     return answer
 
 
+def ray_address(url: str, api_key: str | None) -> str:
+    """The Ray cluster that the router at ``url`` runs on. Raises HoldfastError."""
+    return str(call("GET", url, "/holdfast/router", api_key)["control_plane"])
+
+
 def call(method: str, url: str, path: str, api_key: str | None, timeout_s: float = CLIENT_TIMEOUT_S) -> Any:
     """As ``ask``, of an endpoint that answers with JSON."""
     try:

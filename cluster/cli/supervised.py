@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli.client import ray_address, url_option
 from cluster.config import Config
 from cluster.ray_backend.nodes import keep_gcs_state, prepare_environment, use_token
 from cluster.ray_backend.output import ray_output
@@ -52,11 +53,16 @@ async def serve_supervised(config: Config, on_ray: AbstractAsyncContextManager[N
 
 
 @click.command()
-@click.option("--address", required=True, help="the Ray cluster that it runs on")
+@click.option("--address", help="the Ray cluster that it runs on; default: the one that the router names")
+@url_option
+@click.option("--as-key", envvar="HOLDFAST_API_KEY", help="a key with the role operator, for the router")
 @click.option("--force", is_flag=True, help="kill its processes, without a drain, when no supervisor leads")
-def stop(address: str, force: bool) -> None:
-    """Stop the cluster that `holdfast serve --address` has started: live turns are given drain_timeout_s to end."""
-    asyncio.run(_stop_at(Config(address=address), force))
+def stop(address: str | None, url: str, as_key: str | None, force: bool) -> None:
+    """Stop a cluster that `holdfast serve` has started: live turns are given drain_timeout_s to end.
+
+    A `holdfast serve` that waits for it ends too.
+    """
+    asyncio.run(_stop_at(Config(address=address or ray_address(url, as_key)), force))
 
 
 async def _stop_at(config: Config, force: bool) -> None:
@@ -136,7 +142,11 @@ async def _first_of(work: Any, stop: asyncio.Event) -> Any:
 
 
 async def keep_supervisors(charge: Charge) -> None:
-    """Start a supervisor when there is none any more: each starts another, but both may be lost at once."""
+    """Start a supervisor when there is none any more: each starts another, but both may be lost at once.
+
+    Returns when the cluster was stopped.
+    """
+    from cluster.ray_backend.cluster import was_stopped
     from cluster.ray_backend.processes import answer_of, find_actor
     from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor
 
@@ -146,6 +156,9 @@ async def keep_supervisors(charge: Charge) -> None:
             # In a thread: a call of Ray's waits for a GCS that is gone.
             found = [await asyncio.to_thread(find_actor, slot) for slot in SLOTS]
             supervisor = next((actor for actor in found if actor is not None), None)
+            if supervisor is None and await asyncio.to_thread(was_stopped):
+                print("holdfast: the cluster was stopped", file=sys.stderr, flush=True)
+                return
             if supervisor is None:
                 await start_supervisor(charge, SLOTS[0], charge.node)
                 continue

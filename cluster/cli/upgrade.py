@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from cluster.cli.client import get_rows
+from cluster.cli.client import get_rows, ray_address, url_option
 from cluster.cli.nodes import print_drained, restart_all
 from cluster.cli.serve import config_flags
 from cluster.cli.supervised import joined
 from cluster.config import Config, load_config
-from holdfast.errors import ConfigError, NoWorkerAvailable
+from holdfast.errors import NoWorkerAvailable
 
 
 @click.command()
@@ -23,16 +23,20 @@ from holdfast.errors import ConfigError, NoWorkerAvailable
 )
 @click.option("--as-key", envvar="HOLDFAST_API_KEY", help="a key with the role operator")
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
+@url_option
 @config_flags
-def upgrade(config_file: Path | None, timeout_s: float, as_key: str | None, as_json: bool, **flags: Any) -> None:
-    """Restart the workers of the cluster at --address with other settings, one after another, while the others serve.
+def upgrade(
+    config_file: Path | None, timeout_s: float, as_key: str | None, as_json: bool, url: str, **flags: Any
+) -> None:
+    """Restart the workers of a cluster with other settings, one after another, while the others serve.
 
-    What is not given stays as it is. Sessions migrate with their KV where its layout is the same, else they are
-    computed again. Without any setting, workers get the version of Holdfast that their nodes have now.
+    The cluster is that of the Ray cluster at --address, else that of the router at --url. What is not given stays as
+    it is. Sessions migrate with their KV where its layout is the same, else they are computed again. Without any
+    setting, workers get the version of Holdfast that their nodes have now.
     """
     given = load_config(config_file, {k: v for k, v in flags.items() if v not in (None, ())})
     if given.address is None:
-        raise ConfigError("address: name the Ray cluster; one that `holdfast serve` started without is restarted")
+        given.address = ray_address(url, as_key)
     url, start_timeout_s = asyncio.run(_reconfigure(given, as_key))
     print_drained(restart_all(url, as_key, start_timeout_s, timeout_s), as_json)
 

@@ -32,7 +32,7 @@ log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 2.0
 RENEW_TIMEOUT_S = 30.0
 GB = 1e9
-CLUSTER_ID = b"holdfast:cluster-id"
+CLUSTER_ID, STOPPED = b"holdfast:cluster-id", b"holdfast:stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +256,20 @@ def _cluster_id() -> str:
     """A name that no other cluster has, and that is the same when all supervisors were lost and this process starts
     others: what runs knows it. The GCS keeps it.
     """
+    internal_kv._internal_kv_del(STOPPED)
     internal_kv._internal_kv_put(CLUSTER_ID, uuid.uuid4().hex.encode(), overwrite=False)
     kept: bytes = internal_kv._internal_kv_get(CLUSTER_ID)
     return kept.decode()
+
+
+def was_stopped() -> bool:
+    """Whether the cluster that ran on this Ray cluster was stopped on purpose. A GCS that lost its state knows not."""
+    return internal_kv._internal_kv_get(STOPPED) is not None
+
+
+def note_stop() -> None:
+    """The cluster has stopped: see ``was_stopped``."""
+    internal_kv._internal_kv_put(STOPPED, b"")
 
 
 def _authority(config: Config, name: str) -> Authority | None:

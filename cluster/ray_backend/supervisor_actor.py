@@ -20,7 +20,7 @@ from ray.util import get_placement_group, placement_group_table, remove_placemen
 
 from cluster.config import Config
 from cluster.leadership import Leadership, stand
-from cluster.ray_backend.cluster import Charge, Cluster
+from cluster.ray_backend.cluster import Charge, Cluster, note_stop
 from cluster.ray_backend.processes import (
     actor_options,
     answer_of,
@@ -272,7 +272,7 @@ async def stop_cluster() -> bool:
 async def end_everything(but: str = "") -> None:
     """Kill all actors of the cluster, supervisors first, and remove what their KV stores have left on this node.
 
-    ``but``: the caller.
+    Nobody starts it again. ``but``: the caller.
     """
     for slot in SLOTS:
         if slot != but:
@@ -282,6 +282,7 @@ async def end_everything(but: str = "") -> None:
         if group["name"].startswith("worker-") and group["state"] != "REMOVED":
             remove_placement_group(get_placement_group(group["name"]))
     remove_stale()
+    await asyncio.to_thread(note_stop)
 
 
 async def _end_strangers(cluster: Cluster) -> None:

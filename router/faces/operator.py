@@ -52,6 +52,7 @@ def operator_routes(core: RouterCore, grpc_address: Callable[[], str]) -> APIRou
             "pid": os.getpid(),
             "grpc": grpc_address(),
             "live_turns": len(core.live),
+            "control_plane": core.control_plane.address,
             "degraded": core.control_plane.degraded,
             "recomputed_tokens": core.metrics.recomputed_by_reason(),
         }

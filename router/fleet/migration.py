@@ -173,6 +173,7 @@ class Migrator:
             pins = await self.pins(source)
         except HoldfastError as error:
             log.warning("cannot list the sessions of worker %s: %s", source.name, error.message)
+            report.sessions_left = source.stats.sessions  # as far as is known
             return
         num_assigned: dict[str, int] = {}
         remaining = iter(pins)

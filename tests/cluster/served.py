@@ -110,7 +110,9 @@ class Served:
         return Path(self.log.name).read_bytes()[-num_bytes:].decode(errors="replace")
 
     def stop(self) -> int:
-        self.family += psutil.Process(self.process.pid).children(recursive=True)
+        """End it with SIGTERM, unless it has ended. Returns its exit code."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.family += psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(STOP_DEADLINE_S)
         self._close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import ray
 from openai import AsyncOpenAI
 from ray.cluster_utils import Cluster as RayCluster
@@ -17,7 +18,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from cluster.ray_backend.connect import NAMESPACE
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
-from tests.cluster.served import HOLDFAST, serving, stream
+from tests.cluster.served import HOLDFAST, Served, serving, stream
 from tests.cluster.test_nodes import config, running, serving_again, tokens_of, worker_of
 from tests.ports import free_port
 from tests.waiting import until
@@ -64,6 +65,32 @@ async def test_a_rolling_restart_costs_no_token_and_no_kv(tmp_path: Path) -> Non
             for session in SESSIONS:
                 assert await follow_up(stub, session) == expected, session
         assert all(rank["ok"] for report in served.ask("audit") for rank in report["ranks"])
+
+
+async def test_a_cluster_on_a_node_of_its_own_is_upgraded_and_stopped_by_its_router_s_address(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers", "2") as served:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            calm = await stream(client, "calm")
+            (of_16,) = num_pages(served)
+            upgrade = asyncio.create_task(asyncio.to_thread(served.ask, "upgrade", "--page-size", "4"))
+            for number in range(200):
+                assert await stream(client, f"storm-{number}") == calm
+                if upgrade.done():
+                    break
+            assert len(await upgrade) == 2
+            assert num_pages(served) == {4 * of_16}
+            assert await stream(client, "after") == calm
+        served.family += psutil.Process(served.process.pid).children(recursive=True)
+        command = [*HOLDFAST, "stop", "--url", served.url]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
+        assert "holdfast: the cluster was stopped" in served.log_tail()
+
+
+def num_pages(served: Served) -> set[int]:
+    """Of the workers' pools."""
+    return {int(group["total"]) for worker in served.workers() for group in worker["groups"]}
 
 
 async def test_a_node_that_leaves_migrates_its_sessions(tmp_path: Path) -> None:

@@ -151,6 +151,13 @@ async def test_a_serve_that_waits_is_killed_attaches_again_and_replaces_all_supe
     assert not cluster.head.actors()
 
 
+async def test_a_serve_that_waits_ends_with_its_cluster(cluster: Detached) -> None:
+    async with cluster.serving() as process:
+        assert (await cluster.run("stop")).returncode == 0
+        assert await asyncio.wait_for(process.wait(), GONE_S) == 0
+    assert not cluster.head.actors(), "nothing was started again"
+
+
 async def test_an_upgrade_to_another_page_size_and_back_costs_no_token(cluster: Detached) -> None:
     assert (await cluster.serve()).returncode == 0
     async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:

@@ -161,6 +161,11 @@ class Worker:
         """Whether the names of its processes are."""
         return any(rank.alive for rank in self.ranks)
 
+    def has_kv(self, session_id: str) -> bool:
+        """Whether a session's slot has KV that can migrate."""
+        slot = self.leader._leader.cache.slots.get(session_id) if self.leader is not None else None
+        return slot is not None and slot.committed_len > 0
+
     async def start(self) -> None:
         world, engine, node = self.world, self.world.engine_config, self.name.replace("w", "node")
         if engine.kv_store is not None:

@@ -164,7 +164,12 @@ class Faults:
 
         async def drain() -> None:
             try:
-                await core.migrator.drain(worker.name, timeout_s)
+                source = core.fleet.worker(worker.name)
+                before = await core.migrator.pins(source)
+                report = await core.migrator.drain(worker.name, timeout_s)
+                left = [pin for pin in await core.migrator.pins(source) if pin in before and worker.has_kv(pin[0])]
+                if len(left) > report["sessions_left"]:
+                    self.cluster.violated(f"{worker.name} was ended before its sessions had moved: {left}, {report}")
             except Exception as error:
                 self.cluster.trace(f"the drain failed: {error!r}")
             self.cluster.kill(rank)

@@ -170,7 +170,8 @@ class SimulatedRank:
         self.shard = group.shard if group is not None else Shard()
         self.model_config = SimpleNamespace(eos_token_ids=(), vocab_size=VOCABULARY)
         assert config.context_length is not None and config.max_total_tokens is not None
-        self.context_len = config.context_length
+        assert config.chunked_prefill_size is not None
+        self.context_len, self.step_tokens = config.context_length, config.chunked_prefill_size
         leads = self.shard.size > 1 and self.shard.rank == 0
         kind = RecordedCache if leads else SessionCache
         groups = GROUPS[self.kinds](config.max_total_tokens // config.page_size)

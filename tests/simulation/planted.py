@@ -11,6 +11,7 @@ from unittest import mock
 
 from cluster.leadership import Leadership
 from cluster.supervisor import Supervisor
+from router.fleet.migration import Migrator
 from router.journal.interface import SessionRecord
 from router.journal.sqlite import SqliteJournal
 from router.journal.sqlite_store import SqliteStore
@@ -145,6 +146,10 @@ async def _adopt_nothing(self: Supervisor) -> bool:
     return False
 
 
+async def _migrate_none(self: Migrator, source: Any, report: Any, *, patience_s: float = 0.0) -> None:
+    return
+
+
 def _look_at_none(arena: memoryview, found: Any, size: int, buffer: bytearray) -> Any:
     return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
 
@@ -194,6 +199,9 @@ PLANTED: dict[str, Callable[[], Any]] = {
         Work, "num_known", property(lambda self: self.count)
     ),
     "a turn ends a token after its end": lambda: mock.patch.object(Leader, "_end_of", _end_a_token_late),
+    "a drained worker is ended before its sessions have moved": lambda: mock.patch.object(
+        Migrator, "_migrate_all", _migrate_none
+    ),
     "the digest is not compared": lambda: _skips_a_cut(),
     "a supervisor acts without its lease": lambda: mock.patch.object(Leadership, "check", lambda self: None),
     "a supervisor renews the lease of another": lambda: mock.patch.object(SqliteLease, "renew", _renew_anybody_s),

@@ -184,6 +184,8 @@ class PendingChoice:
 def restrictions(places: Sequence[Place], masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
     """What may not be chosen at these places. ``masks``: see ``TurnGrammars.masks``."""
     restricted = Restrictions()
+    if not masks and not any([place.turn.params.min_tokens for place in places]):
+        return restricted
     for i, (turn, drafted) in enumerate(places):
         if masks and turn.turn_id in masks:
             restricted.masks[i] = masks[turn.turn_id][len(drafted)]

@@ -183,7 +183,7 @@ class Leader:
         turn, draft = work.turn, work.draft
         if not turn.params.max_tokens:  # only its input is scored
             return 0, (Outcome.COMPLETED, Finish("length"))
-        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id, [])
+        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id)
         num_accepted = draft.accepted(samples) if draft is not None else 0
         num_received, end = 0, None
         while end is None and num_received <= num_accepted:
@@ -193,7 +193,7 @@ class Leader:
         self.drafts.receive(work, num_received, num_accepted)
         update = self._update_of(turn)
         update.tokens += samples[:num_received]
-        update.logprobs += logprobs[:num_received]
+        update.logprobs += logprobs[:num_received] if logprobs else ()
         update.drafts = turn.drafts
         return num_received, end
 

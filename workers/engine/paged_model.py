@@ -75,34 +75,37 @@ class PagedModel:
         return StepArrays(tokens, *rest)
 
     def _forward_batch(self, batch: Batch) -> ForwardBatch:
-        size, starts, counts = self._kv.page_size, batch.starts, batch.counts
-        context_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-        positions, sequences = array("i", starts), array("i", range(len(counts)))
-        if len(batch.tokens) > len(counts):  # not decodes alone
-            positions = array(
-                "i", [p for start, end in zip(starts, context_lens, strict=True) for p in range(start, end)]
-            )
-            sequences = array("i", [i for i, count in enumerate(counts) for _ in range(count)])
-        known = np.frombuffer(batch.tokens, dtype=np.int32)
-        places = np.flatnonzero(known < 0).astype(np.int32)
-        chosen = array("i", (-1 - known[places]).tobytes())
-        parts = [batch.tokens, positions, sequences, array("i", batch.rows), array("i", batch.logit_rows)]
-        parts += [array("i", places.tobytes()), chosen]
+        # By whole arrays: a prefill has thousands of tokens.
+        size, starts, counts = self._kv.page_size, np.array(batch.starts), np.array(batch.counts)
+        known, sequences, positions = np.frombuffer(batch.tokens, dtype=np.int32), np.arange(len(counts)), starts
+        if len(known) > len(counts):  # not decodes alone
+            firsts = np.cumsum(counts) - counts
+            sequences = np.repeat(sequences, counts)
+            positions = np.arange(len(known)) + np.repeat(starts - firsts, counts)
+        places = np.flatnonzero(known < 0)
+        parts = [known, positions, positions // size, positions % size, sequences, places, -1 - known[places]]
+        parts += [np.array(batch.rows), np.array(batch.logit_rows, dtype=np.int32)]
         # One copy to the device for all of them.
-        packed = upload_parts([array("i", b"".join(parts))], self._decoder.device)[0].long()
-        tokens, at, sequence, rows, logit_rows, fed, fed_from = packed.split_with_sizes([len(part) for part in parts])
-        if chosen:
+        together = array("i", np.concatenate(parts, dtype=np.int32, casting="same_kind").tobytes())
+        packed = upload_parts([together], self._decoder.device)[0].long()
+        tokens, at, column, offsets, sequence, fed, fed_from, rows, logit_rows = packed.split_with_sizes(
+            [len(part) for part in parts]
+        )
+        if len(places):
             tokens.index_put_((fed,), self._fed(fed_from))
-        num_columns, column = -(-max(context_lens) // size), at // size
+        context_lens = (starts + counts).tolist()
+        num_columns = -(-max(context_lens) // size)
         groups, dtype = [], self._decoder.dtype
         for window, heads, whole in self._groups:
             tables = whole[:, :num_columns].index_select(0, rows)
-            plan = self._plan_attention(tables, counts, context_lens, size, heads=heads, dtype=dtype, window=window)
+            plan = self._plan_attention(
+                tables, batch.counts, context_lens, size, heads=heads, dtype=dtype, window=window
+            )
             groups.append(GroupBatch(tables[sequence, column].long(), plan))
         return ForwardBatch(
             tokens=tokens,
             positions=at,
-            write_offsets=at % size,
+            write_offsets=offsets,
             groups=groups,
             logit_rows=logit_rows,
         )
