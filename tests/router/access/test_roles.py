@@ -118,7 +118,7 @@ ROUTERS_COMMANDS = {
     "chat": (USER, ["--max-tokens", "2"]),
     "bench": (USER, ["--sessions", "1", "--turns", "1", "--output-tokens", "2"]),
 }
-LOCAL_COMMANDS = {"serve", "stop", "upgrade", "join", "keys", "chaos"}
+LOCAL_COMMANDS = {"serve", "stop", "upgrade", "join", "keys", "chaos", "tune"}
 """What they do needs no router's permission: they start and end processes on Ray, whose access is Ray's, or read and
 write files. ``upgrade`` restarts workers as ``restart`` does: test_supervisors asks it without a key."""
 
