@@ -256,7 +256,7 @@ def _cluster_id() -> str:
     """A name that no other cluster has, and that is the same when all supervisors were lost and this process starts
     others: what runs knows it. The GCS keeps it.
     """
-    internal_kv._internal_kv_del(STOPPED)
+    internal_kv._internal_kv_del(STOPPED)  # it runs again
     internal_kv._internal_kv_put(CLUSTER_ID, uuid.uuid4().hex.encode(), overwrite=False)
     kept: bytes = internal_kv._internal_kv_get(CLUSTER_ID)
     return kept.decode()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.parity.checkpoints import make_checkpoint
 from tests.workers import engine
 from tests.workers.engine import Engine
+from workers.config import EngineConfig
 from workers.engine.collectives import Collectives
 from workers.engine.leader import Leader
 from workers.models.parallel import Shard
@@ -20,20 +21,16 @@ from workers.scheduling import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-
 CUDA = torch.device("cuda")
 
 
 class OfOneRank(Engine):
     """The leader of a group without followers."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, config: EngineConfig, **changes: Any) -> None:
         self.updates = {}
-        config, group = (
-            replace(engine.SMALL, **changes),
-            Collectives(dist.HashStore(), Shard(), CUDA, "127.0.0.1", 10.0),
-        )
-        self.leader = Leader(config, self._take, self._crash, group=group, send=lambda entry: None)
+        group = Collectives(dist.HashStore(), Shard(), CUDA, "127.0.0.1", 10.0)
+        self.leader = Leader(replace(config, **changes), self._take, self._crash, group=group, send=lambda entry: None)
         self.cache, self.scheduler = self.leader.cache, self.leader.scheduler
 
 
@@ -50,7 +47,7 @@ def test_graphs_with_all_reduces_say_the_same(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Collectives, "all_reduce", all_reduce)
     said = []
     for kind in (Engine, OfOneRank):
-        turns = kind(engine.SMALL, model=tmp_path) if kind is Engine else kind(model=tmp_path)
+        turns = kind(engine.SMALL, model=tmp_path)
         for i, each in enumerate(params):
             turns.submit(f"t{i}", f"s{i}", list(range(3 + i, 30 + 9 * i)), each)
         captured = len(reduced)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import psutil
 import torch
@@ -37,7 +36,6 @@ def pages_by_group(
 
     Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs.
     """
-    config = replace(config, chunked_prefill_size=step_tokens(config, device))
     sizes = page_sizes_bytes(model, config.page_size, dtype)
     if draft is not None:
         sizes[host_group(model)] += sum(page_sizes_bytes(draft, config.page_size, dtype))
@@ -112,5 +110,5 @@ def _window_pages(config: EngineConfig, window: int, pages: int) -> int:
 
 def _pages_of_a_turn(config: EngineConfig, window: int) -> int:
     """What a turn can hold of a window group, and one page for a copy on write."""
-    assert config.chunked_prefill_size is not None, "it was filled in"
+    assert config.chunked_prefill_size is not None, "a rank fills it in"
     return window_pages(window, config.page_size, config.resume_points, config.chunked_prefill_size) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,7 @@ from workers.grammar.turns import Masks
 from workers.kernels.backend import Backend, load_backend
 from workers.kernels.fp8 import FP8
 from workers.kernels.tile_table import read_table
+from workers.kernels.tiles import BY_RULE
 from workers.kernels.upload import Download, upload_parts
 from workers.kv import PageCopy, SessionCache, TableUpdate
 from workers.kv.page_events import FilledPage, PageEvents
@@ -69,6 +71,7 @@ class Rank:
         self._add_noise = backend.add_noise
         self.step_tokens = step_tokens(config, self.device)
         """The most that a step computes."""
+        config = replace(config, chunked_prefill_size=self.step_tokens)
         self.context_len = _context_len(config.context_length, self.model_config)
         if self.device.type == "cpu":
             # Beside kernels with threads of their own, torch's would wait actively on the same cores.
@@ -130,7 +133,7 @@ class Rank:
             deterministic=config.deterministic,
             quantization=config.quantization,
             num_threads=config.num_threads,
-            tiles=None if config.tile_table is None else read_table(config.tile_table, self.device),
+            tiles=BY_RULE if config.tile_table is None else read_table(config.tile_table, self.device),
         )
 
     def _load_decoder(

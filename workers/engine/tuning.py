@@ -1,4 +1,4 @@
-"""``holdfast tune``: the shapes that a rank's kernels have, by running its share of the model, and their tiles."""
+"""``holdfast tune``: the shapes that a rank's kernels have, found by running its share of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engine.batch import Batch
 from workers.engine.paged_model import PagedModel
 from workers.engine.rank import activation_dtype, kv_dtype_of, pick_device
 from workers.kernels.backend import load_backend
-from workers.kernels.tiles import Shape, Tiles
+from workers.kernels.tiles import Shape, Tile, Tiles
 from workers.models import KVPool, load_decoder, read_config
 from workers.models.parallel import Shard
 
@@ -33,6 +33,18 @@ class _Share:
         return [x] * self.shard.size
 
 
+class _Asked(Tiles):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[Shape] = set()
+
+    def find(self, shape: Shape, num_rows: int) -> Tile | None:
+        self.shapes.add(shape)
+        return None
+
+
 @torch.inference_mode()
 def engine_shapes(config: EngineConfig, num_ranks: int) -> tuple[list[Shape], torch.device, torch.dtype]:
     """What the kernels of the first of ``num_ranks`` are asked for, its device, and the type of its KV.
@@ -42,7 +54,7 @@ def engine_shapes(config: EngineConfig, num_ranks: int) -> tuple[list[Shape], to
     device = pick_device(config.device)
     model = read_config(config.model)
     dtype = activation_dtype(config.dtype, model, device)
-    tiles, kv_dtype = Tiles(), kv_dtype_of(config.kv_cache_dtype, dtype)
+    tiles, kv_dtype = _Asked(), kv_dtype_of(config.kv_cache_dtype, dtype)
     backend = load_backend("triton", device, dtype=dtype, deterministic=config.deterministic, tiles=tiles)
     decoder = load_decoder(
         config.model,
@@ -60,4 +72,4 @@ def engine_shapes(config: EngineConfig, num_ranks: int) -> tuple[list[Shape], to
     tables = [torch.arange(num_pages, dtype=torch.int32, device=device)[None]] * num_groups
     paged = PagedModel(decoder, backend, kv, tables, lambda chosen: chosen)
     paged.forward(Batch([0], [0], [PROMPT], array("i", [0] * PROMPT), [PROMPT - 1]))
-    return sorted(tiles.asked, key=repr), device, kv_dtype
+    return sorted(tiles.shapes, key=repr), device, kv_dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.kernels.fp8 import stored
 from workers.kernels.paged_attention import HeadShape
-from workers.kernels.tiles import AttentionShape, AttentionTiles, Blocks, Tiles
+from workers.kernels.tiles import BY_RULE, AttentionShape, AttentionTiles, Blocks, Tiles
 from workers.kernels.triton_attention import decode_kernel, extend_kernel, sum_kernel
 from workers.kernels.upload import upload_parts
 
@@ -154,11 +154,11 @@ def plan_triton_attention(
     heads: HeadShape,
     dtype: torch.dtype,
     window: int = 0,
-    tiles: Tiles | None = None,
+    tiles: Tiles = BY_RULE,
 ) -> TritonPlan:
     """The plan for a batch: as ``plan_attention``. One copy to the device, whatever the batch."""
     shape, group = AttentionShape(heads, page_size, window, dtype), heads.group
-    blocks = (tiles or Tiles()).attention(shape, tables.device)
+    blocks = tiles.attention(shape, tables.device)
     split = blocks.extend.split
     # By whole arrays: a loop over a large batch takes longer than all else that a step's launch costs the host.
     queries, contexts = np.asarray(query_lens, dtype=np.int32), np.asarray(context_lens, dtype=np.int32)
@@ -197,11 +197,11 @@ def plan_triton_decodes(
     kv_heads: int,
     most: int,
     window: int = 0,
-    tiles: Tiles | None = None,
+    tiles: Tiles = BY_RULE,
 ) -> TritonPlan:
     """See ``DecodePlanner``. The bits are those of ``plan_triton_attention``."""
     device = tables.device
-    blocks = (tiles or Tiles()).attention(AttentionShape(heads, page_size, window, dtype), device)
+    blocks = tiles.attention(AttentionShape(heads, page_size, window, dtype), device)
     sequence = torch.arange(len(tables), dtype=torch.int32, device=device)
     spans = torch.stack((sequence, torch.ones_like(sequence), context_lens.int()), dim=1)
     num_splits = -(-most // blocks.decode.split)

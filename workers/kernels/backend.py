@@ -19,7 +19,7 @@ from workers.kernels.grouped_experts import Experts, TorchExperts
 from workers.kernels.noise import AddNoise, add_torch_noise
 from workers.kernels.paged_attention import plan_attention
 from workers.kernels.products import Products, TorchProducts
-from workers.kernels.tiles import Tiles
+from workers.kernels.tiles import BY_RULE, Tiles
 
 BACKENDS = ("auto", "torch_native", "triton", "cpu")
 """SGLang's names of attention backends, and ours. ``auto``: Triton on CUDA; on CPU its own, if they can be compiled."""
@@ -53,10 +53,11 @@ def load_backend(
     deterministic: bool = True,
     quantization: str | None = None,
     num_threads: int = 1,
-    tiles: Tiles | None = None,
+    tiles: Tiles = BY_RULE,
 ) -> Backend:
     """``dtype``: of activations. ``deterministic``: on CUDA, a row's result does not depend on its batch, products
-    included. ``quantization``: of layers' weights, ``int8`` on CPU.
+    included. ``quantization``: of layers' weights, ``int8`` on CPU. ``tiles``: of
+    Triton's kernels.
 
     Raises ConfigError.
     """

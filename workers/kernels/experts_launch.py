@@ -10,7 +10,7 @@ from workers.kernels.grouped_experts import ExpertProducts, RouterSpec
 from workers.kernels.packed import FP8Weight, MXFP4Planes
 from workers.kernels.packed_launch import as_stored, depth_of
 from workers.kernels.products import Weight
-from workers.kernels.tiles import ExpertShape, Tiles
+from workers.kernels.tiles import BY_RULE, ExpertShape, Tiles
 from workers.kernels.triton_experts import expert_down_kernel, expert_gate_kernel
 from workers.kernels.triton_routing import SIGMOID, SOFTMAX, TOP_SOFTMAX, combine_kernel, route_kernel, sort_kernel
 
@@ -26,8 +26,8 @@ class TritonExperts:
 
     reads_packed = True
 
-    def __init__(self, tiles: Tiles | None = None) -> None:
-        self._tiles = tiles or Tiles()
+    def __init__(self, tiles: Tiles = BY_RULE) -> None:
+        self._tiles = tiles
 
     def route(
         self, logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, dtype: torch.dtype

@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.kernels.packed import FP8Weight
 from workers.kernels.packed_launch import as_stored
 from workers.kernels.products import TorchProducts, Weight, as_tensor
-from workers.kernels.tiles import ProductShape, Tiles
+from workers.kernels.tiles import BY_RULE, ProductShape, Tiles
 from workers.kernels.triton_products import product_kernel
 
 BAND = 8
@@ -21,8 +21,8 @@ class TritonProducts(TorchProducts):
 
     reads_packed = True
 
-    def __init__(self, tiles: Tiles | None = None) -> None:
-        self._tiles = tiles or Tiles()
+    def __init__(self, tiles: Tiles = BY_RULE) -> None:
+        self._tiles = tiles
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         rows = x if x.stride(-1) == 1 else x.contiguous()

@@ -112,37 +112,36 @@ class Tiles:
 
     def __init__(self, measured: Measured | None = None) -> None:
         self._measured = measured or {}
-        self.asked: set[Shape] = set()
-        """The shapes that the engine has."""
 
     def attention(self, shape: AttentionShape, device: torch.device) -> AttentionTiles:
-        found = self._find(shape, 1)
+        found = self.find(shape, 1)
         if isinstance(found, AttentionTiles):
             return found
         return attention_tiles(shape.heads.v_dim, is_hopper(device, shape.dtype))
 
     def product(self, shape: ProductShape, num_rows: int, device: torch.device) -> ProductTile:
-        found = self._find(shape, num_rows)
+        found = self.find(shape, num_rows)
         if isinstance(found, ProductTile):
             return found
         return product_tile(shape.columns, num_rows, not shape.packed and is_hopper(device, shape.dtype))
 
     def experts(self, shape: ExpertShape, num_rows: int, device: torch.device) -> ExpertTile:
         """``num_rows``: of all experts together."""
-        found = self._find(shape, num_rows)
+        found = self.find(shape, num_rows)
         if isinstance(found, ExpertTile):
             return found
         hopper = shape.form != "fp8" and is_hopper(device, shape.dtype)
         return expert_tile(num_rows, shape.num_experts, shape.form == "mxfp4", hopper)
 
-    def _find(self, shape: Shape, num_rows: int) -> Tile | None:
-        self.asked.add(shape)
-        known = self._measured.get(shape)
+    def find(self, shape: Shape, num_rows: int) -> Tile | None:
+        """What was measured; None: nothing was."""
+        known = self._measured.get(shape) if self._measured else None
         if not known:
             return None
         return next((tile for most, tile in known if num_rows <= most), known[-1][1])
 
 
+BY_RULE = Tiles()
 HOPPER_PRODUCTS = (
     ProductTile(256, 128, 64, num_warps=8, num_stages=4),
     ProductTile(128, 128, 64, num_warps=8, num_stages=3),

@@ -27,6 +27,7 @@ from workers.kernels.packed import GROUP, FP8Weight, MXFP4Weight
 from workers.kernels.products import Weight
 from workers.kernels.products_launch import TritonProducts
 from workers.kernels.tiles import (
+    BY_RULE,
     AttentionShape,
     AttentionTiles,
     Blocks,
@@ -127,7 +128,8 @@ def _best(shape: Shape, trial: Trial) -> Found:
     expected, rule_us = trial.check(trial.rule), _microseconds(trial, trial.rule)
     best, best_us = trial.rule, rule_us
     for tile in trial.candidates:
-        if tile == trial.rule or not _fits(trial, tile) or not torch.equal(trial.check(tile), expected):
+        result = _checked(trial, tile) if tile != trial.rule else None
+        if result is None or not torch.equal(result, expected):
             continue
         if (us := _microseconds(trial, tile)) < best_us * (GAIN if best is trial.rule else 1.0):
             best, best_us = tile, us
@@ -138,14 +140,13 @@ def _microseconds(trial: Trial, tile: Tile) -> float:
     return 1e3 * float(do_bench(lambda: trial.run(tile), warmup=5, rep=25, return_mode="median"))
 
 
-def _fits(trial: Trial, tile: Tile) -> bool:
-    """Whether it compiles, and has what it needs of a multiprocessor."""
+def _checked(trial: Trial, tile: Tile) -> Tensor | None:
+    """Its result; None if it does not compile, or a multiprocessor has not what it needs."""
     try:
         trial.run(tile)
-        trial.check(tile)
+        return trial.check(tile)
     except TritonError:
-        return False
-    return True
+        return None
 
 
 def _compile(
@@ -167,7 +168,7 @@ def _compile_one(device: torch.device, kv_dtype: torch.dtype, job: tuple[Shape, 
     shape, tile = job
     for trial in trials(shape, device, kv_dtype):
         if tile == trial.rule or tile in trial.candidates:
-            _fits(trial, tile)
+            _checked(trial, tile)
             return
 
 
@@ -192,7 +193,7 @@ def _products(shape: ProductShape, device: torch.device) -> Iterator[Trial]:
         return out
 
     for rows in ROWS:
-        rule = Tiles().product(shape, rows, device)
+        rule = BY_RULE.product(shape, rows, device)
         run = partial(multiply, rows=rows)
         yield Trial(rows, rule, list(product_tiles(rows)), run, run)
 
@@ -225,7 +226,7 @@ def _experts(shape: ExpertShape, device: torch.device) -> Iterator[Trial]:
         rows = tokens * top_k
         yield Trial(
             rows,
-            Tiles().experts(shape, rows, device),
+            BY_RULE.experts(shape, rows, device),
             list(expert_tiles(tokens, shape.num_experts, shape.form)),
             partial(run, tokens=CHECKED),
             partial(run, tokens=tokens),
@@ -248,7 +249,7 @@ def _attention(shape: AttentionShape, device: torch.device, kv_dtype: torch.dtyp
     k, v = (part.to(kv_dtype) for part in kv)
     tables = torch.randperm(BATCH * pages, device=device).view(BATCH, pages).int()
     q = torch.randn(CONTEXT, KV_HEADS * shape.heads.group, dim, device=device).to(shape.dtype)
-    rule = Tiles().attention(shape, device)
+    rule = BY_RULE.attention(shape, device)
     common: dict[str, Any] = {"heads": shape.heads, "dtype": shape.dtype, "window": shape.window}
     lengths = torch.randint(1, CONTEXT + 1, (CHECKED,), device=device)
 

@@ -211,13 +211,13 @@ def test_a_table_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     write_table(tmp_path / "tiles.json", CPU, measured)
     found: set[Tile | None] = set()
-    real = Tiles._find
+    real = Tiles.find
 
     def find(self: Tiles, shape: Shape, num_rows: int) -> Tile | None:
         found.add(tile := real(self, shape, num_rows))
         return tile
 
-    monkeypatch.setattr(Tiles, "_find", find)
+    monkeypatch.setattr(Tiles, "find", find)
     assert Engine(SMALL, **config, tile_table=tmp_path / "tiles.json").generate("s", prompt, params) == expected
     assert found == {small, ProductTile(64, 16, 64)}
 
