@@ -131,23 +131,73 @@ inline void pack_keys(const KeyRows& keys, const KeyRows* next, int64_t words, i
     }
 }
 
-// Values as panels of the keys: `[KEYS words][PANEL]`, bf16 in pairs of keys. What is beyond `dim` is not written.
-inline void pack_values(
-    const KeyRows& values, const KeyRows* next, bool pairs, int64_t dim, int64_t panel_words, uint32_t* to) {
-    for (int j = 0; j < KEYS; j += pairs ? 2 : 1, to += PANEL) {
+// Values of bf16 in pairs of keys: `[KEYS / 2][width]` words.
+inline void pack_values(const KeyRows& values, const KeyRows* next, int64_t dim, int64_t width, uint32_t* to) {
+    for (int j = 0; j < KEYS; j += 2, to += width) {
         for (int64_t column = 0; column < dim; column += LANES) {
-            uint32_t* at = to + column / PANEL * panel_words + column % PANEL;
-            if (pairs) {
-                Words low = widened(read<Halves>(values.rows[j] + 2 * column));
-                Words both = low | widened(read<Halves>(values.rows[j + 1] + 2 * column)) << 16;
-                memcpy(at, &both, sizeof both);
-                if (next) __builtin_prefetch(next->rows[j + column / LANES % 2] + column / LANES / 2 * 64);
-            } else {
-                memcpy(at, values.rows[j] + 4 * column, sizeof(Floats));
-                if (next) __builtin_prefetch(next->rows[j] + 4 * column);
-            }
+            Words low = widened(read<Halves>(values.rows[j] + 2 * column));
+            Words both = low | widened(read<Halves>(values.rows[j + 1] + 2 * column)) << 16;
+            memcpy(to + column, &both, sizeof both);
+            if (next) __builtin_prefetch(next->rows[j + column / LANES % 2] + column / LANES / 2 * 64);
         }
     }
+}
+
+inline void prefetch(const KeyRows& values, int64_t bytes) {
+    for (const char* row : values.rows)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+// A block's values for a product with its weights: what a word of a weight is multiplied with, LANES columns from
+// `column` on.
+template <class T>
+struct InPlace {
+    static constexpr int STEPS = KEYS;
+    const KeyRows& values;
+
+    Floats at(int k, int64_t column) const { return load(reinterpret_cast<const T*>(values.rows[k]) + column); }
+    static Floats add(Floats sum, uint32_t weight, Floats value) { return sum + as<float>(weight) * value; }
+};
+#if defined(__AVX512BF16__)
+struct InPairs {
+    static constexpr int STEPS = KEYS / 2;
+    const uint32_t* words;
+    int64_t width;
+
+    __m512bh at(int k, int64_t column) const { return read<__m512bh>(words + k * width + column); }
+    static Floats add(Floats sum, uint32_t weight, __m512bh value) {
+        return Floats(_mm512_dpbf16_ps(__m512(sum), as<__m512bh>(_mm512_set1_epi32(int(weight))), value));
+    }
+};
+#endif
+
+// Adds to M rows of `sums`, `width` apart, V vectors from `column` on of the product of `weights [M][STEPS]` and values.
+template <int M, int V, class Values>
+[[gnu::noinline]] void add_values(float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column) {
+    Floats acc[M][V];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * width + column + v * LANES);
+    for (int k = 0; k < Values::STEPS; k++) {
+        decltype(values.at(0, 0)) columns[V];
+        for (int v = 0; v < V; v++) columns[v] = values.at(k, column + v * LANES);
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) acc[m][v] = Values::add(acc[m][v], weights[m * Values::STEPS + k], columns[v]);
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < V; v++) store(sums + m * width + column + v * LANES, acc[m][v]);
+}
+
+template <class Values, int M = TILE_ROWS>
+inline void add_weighted(
+    int count, float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t dim) {
+    if constexpr (M > 1) {
+        if (count < M) return add_weighted<Values, M - 1>(count, sums, width, weights, values, dim);
+    }
+    int64_t column = 0;
+    if constexpr (M <= PAIRED_ROWS || tile_vectors(M) == 4)
+        for (; dim - column > 3 * LANES; column += 4 * LANES) add_values<M, 4>(sums, width, weights, values, column);
+    for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, weights, values, column);
+    if (column < dim) add_values<M, 1>(sums, width, weights, values, column);
 }
 
 // Scratch of one task, for `rows` queries.
@@ -156,10 +206,10 @@ struct AttentionSpace {
     uint32_t *queries, *keys, *values, *weights;
     float *scores, *sums, *maxima, *totals;
 
-    AttentionSpace(int64_t rows, int64_t k_words, int64_t v_panels, int64_t key_words) {
+    AttentionSpace(int64_t rows, int64_t k_words, int64_t v_width, int64_t key_words) {
         int64_t padded = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-        int64_t sizes[] = {padded * k_words * 2, KEY_PANELS * key_words, v_panels * KEYS * PANEL, padded * KEYS,
-                           padded * KEYS,        padded * v_panels * PANEL, padded, padded};
+        int64_t sizes[] = {padded * k_words * 2, KEY_PANELS * key_words, v_width * KEYS / 2, TILE_ROWS * KEYS,
+                           TILE_ROWS * KEYS,     padded * v_width,       padded,             padded};
         int64_t total = 0;
         for (auto& size : sizes) total += size = (size + 15) / 16 * 16;
         uint32_t* at = scratch<Tag, uint32_t>(total);
@@ -171,29 +221,26 @@ struct AttentionSpace {
     }
 };
 
-// One row's scores of a block as weights, and by what its sums so far shrink.
+// One row's scores of a block, one vector after another in each panel, as weights, and by what its sums so far shrink.
 inline float soften(
-    const Attention& a, float* scores[KEY_PANELS], Floats weights[KEYS / LANES], int64_t base, int64_t first,
-    int64_t last, float& maximum, float& total) {
+    const Attention& a, const float* scores, Floats weights[KEYS / LANES], int64_t base, int64_t first, int64_t last,
+    float& maximum, float& total) {
     constexpr int VECTORS = PANEL / LANES;
-    Floats largest = all(-INFINITY);
-    Ints lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    bool whole = base >= first && base + KEYS - 1 <= last;
+    Floats highs = all(-INFINITY);
     for (int v = 0; v < KEYS / LANES; v++) {
-        Floats score = load(scores[v / VECTORS] + v % VECTORS * LANES) * a.scale;
-        if (a.softcap > 0) score = a.softcap * tanh(score / a.softcap);
-        if (!whole) {
-            Ints at = lane + int32_t(base + v * LANES);
-            Words seen = as<Words>((at >= int32_t(first)) & (at <= int32_t(last)));
-            score = select(seen, score, all(-INFINITY));
-        }
-        weights[v] = score;
-        largest = larger(largest, score);
+        weights[v] = load(scores + v / VECTORS * TILE_ROWS * PANEL + v % VECTORS * LANES) * a.scale;
+        if (a.softcap > 0) weights[v] = a.softcap * tanh(weights[v] / a.softcap);
     }
-    float lanes[LANES], highest = maximum;
-    store(lanes, largest);
-    for (float value : lanes) highest = value > highest ? value : highest;
+    if (base < first || base + KEYS - 1 > last) {
+        Ints lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
+        for (int v = 0; v < KEYS / LANES; v++) {
+            Ints at = lane + int32_t(base + v * LANES);
+            weights[v] = (at >= int32_t(first)) & (at <= int32_t(last)) ? weights[v] : all(-INFINITY);
+        }
+    }
+    for (int v = 0; v < KEYS / LANES; v++) highs = larger(highs, weights[v]);
+    const float highest = std::max(maximum, largest(highs));
     if (highest == -INFINITY) {
         for (int v = 0; v < KEYS / LANES; v++) weights[v] = Floats{};
         return 1.0f;
@@ -203,11 +250,27 @@ inline float soften(
         weights[v] = exp(weights[v] - highest);
         added += weights[v];
     }
-    store(lanes, exp(all(maximum - highest)));
-    float kept = highest == maximum ? 1.0f : lanes[0];
+    float kept = 1.0f;
+    if (highest != maximum) kept = exp(all(maximum - highest))[0];
     total = total * kept + sum(added);
     maximum = highest;
     return kept;
+}
+
+// Weights `[KEYS]` as words: rounded to T, and then in fp32, or in pairs.
+template <class T>
+inline void store_weights(uint32_t* to, const Floats weights[KEYS / LANES], bool dots) {
+    for (int v = 0; v < KEYS / LANES; v++) {
+        if (std::is_same_v<T, float>) {
+            store(reinterpret_cast<float*>(to) + v * LANES, weights[v]);
+        } else if (dots) {
+            store(reinterpret_cast<T*>(to) + v * LANES, weights[v]);
+        } else {
+            T lanes[LANES];
+            store(lanes, weights[v]);
+            store(reinterpret_cast<float*>(to) + v * LANES, load(lanes));
+        }
+    }
 }
 
 // Queries `[query, query + count)` of a sequence, and KV head `head`.
@@ -221,9 +284,8 @@ inline void attend_tile(
     const bool dots = by_dots<T>(kind);
     const int64_t k_words = packed_words(dots, a.k_dim);
     const int64_t key_words = (a.k_dim / (wide ? 1 : 2) + LANES - 1) / LANES * LANES;
-    const int64_t v_panels = (a.v_dim + PANEL - 1) / PANEL;
-    const int64_t value_words = (wide ? KEYS : KEYS / 2) * PANEL;
-    AttentionSpace space(rows, k_words, v_panels, key_words * PANEL);
+    const int64_t v_width = (a.v_dim + LANES - 1) / LANES * LANES;
+    AttentionSpace space(rows, k_words, v_width, key_words * PANEL);
 
     const int64_t token = batch.firsts[sequence] + query, start = batch.starts[sequence] + query;
     const int64_t end = start + count, table_row = batch.rows[sequence];
@@ -241,7 +303,7 @@ inline void attend_tile(
         space.maxima[row] = sinks ? to_float(sinks[head * group + row % group]) : -INFINITY;
         space.totals[row] = sinks ? 1.0f : 0.0f;
     }
-    memset(space.sums, 0, sizeof(float) * tiles * TILE_ROWS * v_panels * PANEL);
+    memset(space.sums, 0, sizeof(float) * rows * v_width);
 
     struct Copies;
     const Pages& v = a.v.data ? a.v : a.k;
@@ -263,54 +325,43 @@ inline void attend_tile(
         pack_keys(keys, ahead ? &of_keys[at ^ 1] : nullptr, key_words, key_words * PANEL, space.keys);
         // A latent's value is the beginning of its key.
         const KeyRows* next = ahead && a.v.data ? &of_values[at ^ 1] : nullptr;
-        pack_values(values, next, !wide, a.v_dim, value_words, space.values);
+        if (dots) pack_values(values, next, a.v_dim, v_width, space.values);
+        else if (next) prefetch(*next, a.v_dim * v.size());
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int num = rows_of(tile);
-            float* scores = space.scores + tile * TILE_ROWS * KEYS;
-            memset(scores, 0, sizeof(float) * TILE_ROWS * KEYS);
-            for (int panel = 0; panel < KEY_PANELS; panel++)
+            float* sums = space.sums + tile * TILE_ROWS * v_width;
+            memset(space.scores, 0, sizeof(float) * TILE_ROWS * KEYS);
+            for (int panel = 0; panel < KEY_PANELS; panel += num <= PAIRED_ROWS ? 2 : 1)
                 add_product(
-                    num, scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
-                    reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots);
-            uint32_t* packed = space.weights + tile * TILE_ROWS * KEYS;
-            float* sums = space.sums + tile * TILE_ROWS * v_panels * PANEL;
+                    num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
+                    reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
+                    num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
             for (int i = 0; i < num; i++) {
                 const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
-                float* of_row[KEY_PANELS];
-                for (int panel = 0; panel < KEY_PANELS; panel++) of_row[panel] = scores + (panel * TILE_ROWS + i) * PANEL;
                 Floats weights[KEYS / LANES];
                 float kept = soften(
-                    a, of_row, weights, base, a.window ? at - a.window + 1 : 0, at, space.maxima[row], space.totals[row]);
-                T lanes[KEYS];
-                for (int v = 0; v < KEYS / LANES; v++) store(lanes + v * LANES, weights[v]);
-                if (dots) {
-                    for (int j = 0; j < KEYS / 2; j++) packed[j * num + i] = read<uint32_t>(lanes + 2 * j);
-                } else {
-                    float whole[KEYS];
-                    memcpy(whole, weights, sizeof whole);
-                    for (int j = 0; j < KEYS; j++) packed[j * num + i] = as<uint32_t>(whole[j]);
-                }
-                if (kept != 1.0f) {
-                    for (int64_t panel = 0; panel < v_panels; panel++)
-                        for (int v = 0; v < PANEL; v += LANES) {
-                            float* part = sums + (panel * TILE_ROWS + i) * PANEL + v;
-                            store(part, load(part) * kept);
-                        }
-                }
+                    a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
+                    space.maxima[row], space.totals[row]);
+                store_weights<T>(space.weights + i * (dots ? KEYS / 2 : KEYS), weights, dots);
+                if (kept == 1.0f) continue;
+                for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
+                    store(sum, load(sum) * kept);
             }
-            for (int64_t panel = 0; panel < v_panels; panel++)
-                add_product(
-                    num, sums + panel * TILE_ROWS * PANEL, packed,
-                    reinterpret_cast<const char*>(space.values + panel * value_words), kind, KEYS, dots);
+            if (wide) {
+                add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim);
+            } else if (!dots) {
+                add_weighted(num, sums, v_width, space.weights, InPlace<BFloat16>{values}, a.v_dim);
+            } else {
+#if defined(__AVX512BF16__)
+                add_weighted(num, sums, v_width, space.weights, InPairs{space.values, v_width}, a.v_dim);
+#endif
+            }
         }
     }
     for (int64_t row = 0; row < rows; row++) {
-        const float* sums = space.sums + (row / TILE_ROWS * v_panels * TILE_ROWS + row % TILE_ROWS) * PANEL;
         T* to = out + (token + row / group) * out_stride + (head * group + row % group) * a.v_dim;
-        for (int64_t d = 0; d < a.v_dim; d += LANES) {
-            Floats value = load(sums + d / PANEL * TILE_ROWS * PANEL + d % PANEL) / space.totals[row];
-            store(to + d, value * a.v_scale, a.v_dim - d);
-        }
+        for (int64_t d = 0; d < a.v_dim; d += LANES)
+            store(to + d, load(space.sums + row * v_width + d) / space.totals[row] * a.v_scale, a.v_dim - d);
     }
 }
 

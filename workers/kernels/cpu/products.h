@@ -97,7 +97,7 @@ inline Floats in_register(Floats x) {
 // Adds to `sums [P][TILE_ROWS][PANEL]` (S vectors of each panel, from `sums` on) the products of M `rows` and of P
 // panels, `bytes` apart.
 template <int M, int S, int P, class T>
-inline void add_tile(float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
+[[gnu::noinline]] void add_tile(float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
     constexpr int V = S * P;
     auto sums_of = [&](int m, int v) { return sums + (v / S * TILE_ROWS + m) * PANEL + v % S * LANES; };
     auto words_of = [&](const char* at, int v) { return at + v / S * bytes + v % S * 4 * LANES; };

@@ -118,23 +118,36 @@ inline void store(T* at, Floats value, long count) {
     memcpy(at, lanes, count * sizeof(T));
 }
 
-inline float sum(Floats value) {
+// A vector's upper half is combined with its lower, until one lane is left.
+#if defined(__AVX512F__)
+inline float sum(Floats value) { return _mm512_reduce_add_ps(__m512(value)); }
+inline float largest(Floats value) { return _mm512_reduce_max_ps(__m512(value)); }
+#else
+template <class Act>
+inline float reduced(Floats value, const Act& act) {
     float lanes[LANES];
     store(lanes, value);
     for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+        for (int i = 0; i < width; i++) lanes[i] = act(lanes[i], lanes[i + width]);
     return lanes[0];
 }
+inline float sum(Floats value) {
+    return reduced(value, [](float a, float b) { return a + b; });
+}
+inline float largest(Floats value) {
+    return reduced(value, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
 
 inline Floats select(Words mask, Floats yes, Floats no) {
     return as<Floats>((as<Words>(yes) & mask) | (as<Words>(no) & ~mask));
 }
-inline Floats larger(Floats a, Floats b) { return select(as<Words>(a > b), a, b); }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x to 2 ulp, after Cephes' expf; exactly 1 at 0, and 0 below the smallest normal number.
-inline Floats exp(Floats x) {
-    Words below = as<Words>(x < -87.3f);
-    x = select(as<Words>(x > 88.7f), all(88.7f), select(below, all(-87.3f), x));
+[[gnu::always_inline]] inline Floats exp(Floats x) {
+    const Ints below = x < -87.3f;
+    x = x > 88.7f ? all(88.7f) : below ? all(-87.3f) : x;
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     Floats n = (x * 1.44269504f + magic) - magic;
     Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -145,7 +158,7 @@ inline Floats exp(Floats x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return select(below, Floats{}, p * as<Floats>(power));
+    return below ? Floats{} : p * as<Floats>(power);
 }
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
