@@ -152,6 +152,27 @@ def test_a_release_under_an_earlier_epoch_spares_a_turn_that_waits() -> None:
     assert re.fullmatch("[ab]{3}", text_of(engine, "waits"))
 
 
+def test_masks_are_computed_beside_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(overlap_schedule=False)
+    rank, outputs, masks = engine.leader.rank, engine.leader._outputs, list[Future[Any]]()
+    launch, masks_of = rank.launch, outputs.masks
+
+    def keep(work: Any) -> Future[Any] | None:
+        future = masks_of(work)
+        masks.extend([future] if future is not None else [])
+        return future
+
+    def launch_later(batch: Any, num_copies: int) -> None:
+        masks.pop().result(timeout=60)  # none yet: IndexError
+        launch(batch, num_copies)
+
+    monkeypatch.setattr(outputs, "masks", keep)
+    monkeypatch.setattr(rank, "launch", launch_later)
+    submit(engine, "t", "s", prompt(1), params("regex", "[a-c]{3}"))
+    engine.run()
+    assert re.fullmatch("[a-c]{3}", text_of(engine, "t"))
+
+
 def test_a_grammar_has_a_deadline() -> None:
     engine = Engine(grammar_timeout_s=0.0)
     Slowly(engine)

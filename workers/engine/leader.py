@@ -35,7 +35,7 @@ from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
 from workers.grammar.matcher import Matcher
 from workers.grammar.stop_patterns import StopPatterns
-from workers.grammar.turns import TurnGrammars
+from workers.grammar.turns import Masks, TurnGrammars
 from workers.kv import Outcome
 from workers.scheduling import Finish, Scheduler, SchedulerLimits, Step, Turn, Work
 
@@ -82,8 +82,7 @@ class Leader:
         self.epochs = SessionEpochs()
         self.migrations = KVMigrations(self)
         self.pace = Pace()
-        self._emit = emit
-        self._on_crash = on_crash
+        self._emit, self._on_crash = emit, on_crash
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
         self.admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
         self.gate = Gate(config.grammar_timeout_s, lambda command: self._commands.put(command))
@@ -118,21 +117,25 @@ class Leader:
         self.drafts.compute(step)
         batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight else ())
         self._replication.write(batch)
+        # Known before the launch if nothing is in flight: then grammars' masks are computed beside the forward pass.
+        sampling = self._sampling(step) if self._in_flight is None else None
         began = time.monotonic()
         self.rank.launch(batch, len(step.copies))
         self.collect()
         self.scheduler.commit(step)
-        self._in_flight = self._choose(step, began) if step.work else None
+        if step.work:
+            live, masks = sampling or self._sampling(step)
+            pending = self.rank.choose(step.work, masks)
+            self._in_flight = InFlight(step, [work.turn for work in live], began, self.log.last_index, pending)
         if not self.rank.overlaps:
             self.collect()
         self.rank.tell_pages()
         self._emit_updates()
 
-    def _choose(self, step: Step, began: float) -> InFlight:
-        """Have the device choose the tokens of a step that is launched."""
+    def _sampling(self, step: Step) -> tuple[list[Work], Future[Masks] | None]:
+        """The work whose next tokens a step chooses, and what grammars allow there."""
         live = [work for work in step.work if work.samples and not work.turn.ended]
-        pending = self.rank.choose(step.work, self._outputs.masks(live))
-        return InFlight(step, [work.turn for work in live], began, self.log.last_index, pending)
+        return live, self._outputs.masks(live)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; if there is nothing to compute, wait for one. False: stop."""
@@ -155,8 +158,7 @@ class Leader:
             return
         launched, self._in_flight = self._in_flight, None
         result = launched.pending.result()
-        seconds = self.pace.collected(launched.step, launched.began)
-        if seconds is not None:
+        if (seconds := self.pace.collected(launched.step, launched.began)) is not None:
             self.drafts.measure(launched.step, seconds)
         self.counters["steps"] += 1
         self.counters["computed_tokens"] += sum(work.count for work in launched.step.work)
@@ -259,8 +261,7 @@ class Leader:
         done: Future[worker_pb2.ControlResponse] = Future()
 
         def release_now() -> None:
-            turn = self.scheduler.turn_of(session_id)
-            if turn is not None:
+            if (turn := self.scheduler.turn_of(session_id)) is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
             self._updates |= self.gate.end_session(session_id, epoch, Finish("abort", "released"))
             self.migrations.session_released(session_id, epoch)
@@ -379,8 +380,7 @@ class Leader:
             self._end(old, Outcome.ABORTED, Finish("abort", "superseded"))
 
     def _abort(self, turn_id: str) -> None:
-        turn = self.scheduler.turns.get(turn_id)
-        if turn is not None:
+        if (turn := self.scheduler.turns.get(turn_id)) is not None:
             self._end(turn, Outcome.ABORTED, Finish("abort"))
         self._updates |= self.gate.end(lambda s: s.turn_id == turn_id, Finish("abort"))
         self._emit_updates()
