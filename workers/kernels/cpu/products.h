@@ -67,20 +67,39 @@ inline bool by_dots(int32_t kind) {
 
 inline int64_t packed_words(bool dots, int64_t depth) { return dots ? (depth + 1) / 2 : depth; }
 
+// A row's words from `k` on, LANES of them.
+template <class T>
+inline const char* words_of_row(const T* row, int64_t k, bool dots, uint32_t* widened) {
+    if (std::is_same_v<T, float>) return reinterpret_cast<const char*>(row + k);
+    if (dots) return reinterpret_cast<const char*>(row + 2 * k);
+    store(reinterpret_cast<float*>(widened), load(row + k));
+    return reinterpret_cast<const char*>(widened);
+}
+
 // `count` rows as words by k: `to[k * count + row]`.
 template <class T>
 inline void pack_rows(const T* const* rows, int count, int64_t depth, bool dots, uint32_t* to) {
+    const int64_t num_words = packed_words(dots, depth), whole = dots ? depth / 2 : depth;
+    int64_t first = 0;
+    if (count > LANES / 4) {
+        // By squares, whose rows are stored whole: what is too much is overwritten by the next. So the last are not.
+        for (; first + LANES <= whole && (first + LANES - 1) * count + LANES <= num_words * count; first += LANES) {
+            uint32_t square[LANES * LANES], wide[LANES * LANES];
+            const char* from[LANES];
+            for (int row = 0; row < LANES; row++)
+                from[row] = words_of_row(rows[std::min(row, count - 1)], first, dots, wide + row * LANES);
+            transpose(from, 0, square, LANES);
+            for (int k = 0; k < LANES; k++) memcpy(to + (first + k) * count, square + k * LANES, 4 * LANES);
+        }
+    }
     for (int row = 0; row < count; row++) {
         const T* from = rows[row];
-        uint32_t* at = to + row;
-        if constexpr (DOTS<T>) {
-            if (dots) {
-                for (int64_t k = 0; k + 1 < depth; k += 2, at += count) *at = read<uint32_t>(from + k);
-                if (depth % 2) *at = from[depth - 1].bits;
-                continue;
-            }
+        for (int64_t k = first; k < num_words; k++) {
+            uint32_t& word = to[k * count + row];
+            if (!dots) word = as<uint32_t>(to_float(from[k]));
+            else if (k < whole) word = read<uint32_t>(from + 2 * k);
+            else word = read<uint16_t>(from + 2 * k);
         }
-        for (int64_t k = 0; k < depth; k++, at += count) *at = as<uint32_t>(to_float(from[k]));
     }
 }
 
