@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 AddNoise: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Adds noise to fp32 logits ``[rows, vocab]`` in place, given the rows' ``mixing_keys`` int32 ``[2 * rows]``."""
+"""Adds noise to fp32 logits ``[rows, vocab]`` in place, given the rows' ``mixing_keys`` int32 ``[2 * rows]``.
+
+What cannot become a row's largest may become -inf.
+"""
 
 
 def mixing_keys(places: Sequence[tuple[int, int]]) -> array[int]:

@@ -1,6 +1,9 @@
 // Gumbel noise as kernels/noise.py defines it, for sampling.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "pool.h"
 #include "simd.h"
 
@@ -40,19 +43,48 @@ inline HalfFloats gumbel(HalfWords bits) {
     return __builtin_convertvector(-log(-log(uniform)), HalfFloats);
 }
 
-// Adds noise to the logits `[begin, end)` of a row. `keys`: the row's pair.
+constexpr float LEAST_NOISE = -3.14f;  // -log(-log(2^-33)), rounded down
+
+// Adds noise to the logits `[begin, end)` of a row. `keys`: the row's pair. Where the sum cannot be the largest, -inf.
+//
+// Noise has a value above g only if u > exp(-exp(-g)), and then 1 - u < exp(-g). So a random word says in fp32 whether
+// its logit can reach the largest sum yet. Few can, and the two logarithms are taken of few.
 inline void add_noise(const uint32_t* keys, int64_t begin, int64_t end, float* logits) {
     uint32_t at[LANES];
     for (int i = 0; i < LANES; i++) at[i] = uint32_t(begin + i);
-    Words token = read<Words>(at);
-    for (int64_t first = begin; first < end; first += LANES) {
-        Words bits = mixed(mixed(token * 0x9E3779B9 + keys[0]) ^ keys[1]);
+    const Words tokens = read<Words>(at);
+    auto random = [&](int64_t first) {
+        Words token = tokens + uint32_t(first - begin);
+        return mixed(mixed(token * 0x9E3779B9 + keys[0]) ^ keys[1]);
+    };
+    auto noisy = [&](Floats given, Words bits) {
         HalfWords halves[2];
         memcpy(halves, &bits, sizeof bits);
         HalfFloats noise[2] = {gumbel(halves[0]), gumbel(halves[1])};
-        long left = long(end - first);
-        store(logits + first, load(logits + first, left) + read<Floats>(noise), left);
-        token += LANES;
+        return given + read<Floats>(noise);
+    };
+    auto given_at = [&](int64_t first) {
+        if (end - first >= LANES) return load(logits + first);
+        Floats given = all(-INFINITY);
+        memcpy(&given, logits + first, sizeof(float) * (end - first));
+        return given;
+    };
+    Floats highest = all(-INFINITY);
+    for (int64_t first = begin; first < end; first += LANES) highest = larger(given_at(first), highest);
+    float reached = largest(highest) + LEAST_NOISE;
+    for (int64_t first = begin; first < end; first += LANES) {
+        const Floats given = given_at(first);
+        const Words bits = random(first);
+        // The margin is for the roundings of sums and of the exponential.
+        const float margin = 1e-3f + 1e-6f * std::fabs(reached);
+        const Floats left = __builtin_convertvector(as<Ints>(~bits >> 1), Floats) * 0x1p-31f;
+        const Ints out = left > exp(given - reached + margin);
+        Floats sum = all(-INFINITY);
+        if (!every(out)) {
+            sum = noisy(given, bits);
+            reached = std::max(reached, largest(sum));
+        }
+        store(logits + first, sum, long(end - first));
     }
 }
 

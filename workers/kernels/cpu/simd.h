@@ -142,6 +142,19 @@ inline float largest(Floats value) {
 inline Floats select(Words mask, Floats yes, Floats no) {
     return as<Floats>((as<Words>(yes) & mask) | (as<Words>(no) & ~mask));
 }
+// Whether a comparison holds in every lane.
+inline bool every(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask(__m512i(mask), __m512i(mask)) == 0xFFFF;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(__m256(as<Floats>(mask))) == 0xFF;
+#else
+    bool result = true;
+    for (int i = 0; i < LANES; i++) result = result && mask[i];
+    return result;
+#endif
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x to 2 ulp, after Cephes' expf; exactly 1 at 0, and 0 below the smallest normal number.
