@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 
@@ -42,7 +43,9 @@ class TurnDrafts:
 
     def begin(self, turn: Turn) -> None:
         """A turn is queued."""
-        if self.speculation is not None:
+        if self.speculation is None:
+            turn.look_at = sys.maxsize
+        else:
             self.speculation.begin(turn)
 
     def candidates(self) -> list[Turn]:
@@ -85,14 +88,16 @@ class TurnDrafts:
         """
         if self.speculation is None:
             return False
-        if any(work.draft is not None for work in launched.work):
+        if [work for work in launched.work if work.draft is not None]:
             return True
         return self.speculation.pays(len(launched.work))
 
     def receive(self, work: Work, num_received: int, num_accepted: int) -> None:
-        """A turn has this many new tokens; so many of its draft were right, of which its end may have left out some."""
-        if self.speculation is None:
-            return
+        """A turn has this many new tokens; so many of its draft were right, of which its end may have left out some.
+
+        Not called before a turn's ``look_at``.
+        """
+        assert self.speculation is not None
         accepted = min(num_received, num_accepted)
         self.speculation.receive(work.turn, work.draft, accepted)
         if work.draft is not None:
@@ -105,7 +110,7 @@ class TurnDrafts:
         """What a step cost, from the results before it to its own."""
         if self.speculation is None:
             return
-        drafts = any(work.draft is not None for work in step.work)
+        drafts = [work for work in step.work if work.draft is not None]
         self._num_plain += not drafts
         # Steps without drafts are alike, and there is little to learn from each.
         is_sample = drafts or self._num_plain % PLAIN_STEPS == 0

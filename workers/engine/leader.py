@@ -192,7 +192,8 @@ class Leader:
             turn.receive(samples[num_received])
             num_received += 1
             end = self._end_of(turn)
-        self.drafts.receive(work, num_received, num_accepted)
+        if len(turn.tokens) >= turn.look_at:
+            self.drafts.receive(work, num_received, num_accepted)
         update = self._update_of(turn)
         update.tokens += samples[:num_received]
         update.logprobs += logprobs[:num_received] if logprobs else ()
@@ -281,9 +282,8 @@ class Leader:
         return done
 
     def free_tail(self, session_id: str, epoch: int, keep_len: int) -> Future[worker_pb2.ControlResponse]:
-        """Cut an idle session's KV. The future resolves when every rank has applied it.
-
-        It raises StaleEpoch, SessionBusy or InvalidRequest.
+        """Cut an idle session's KV. The future resolves when every rank has applied it, or raises StaleEpoch,
+        SessionBusy or InvalidRequest.
         """
 
         def cut() -> None:

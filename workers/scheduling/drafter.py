@@ -15,7 +15,7 @@ MAX_INDEXED = 2**24
 MAX_RECENT = 2**15
 """Tokens of recent outputs, for each tenant. Twice as many at most are kept."""
 MAX_TENANTS = 64
-MAX_INTERVAL, MAX_INTERVAL_PREDICTED = 8, 2
+MAX_INTERVAL, MAX_INTERVAL_PREDICTED = 16, 2
 """Tokens between two lookups of a turn that finds nothing, or nothing that holds; and of one with a prediction."""
 SEPARATOR = -1
 """Between recent outputs. No token equals it."""
@@ -58,8 +58,6 @@ class _Followed:
     began: int = 0
     """The match's length when it was found."""
     interval: int = 1
-    look_at: int = 0
-    """The length at which to look for a match again."""
 
 
 class NgramDrafter:
@@ -96,7 +94,7 @@ class NgramDrafter:
                     self._lost(turn, followed, lasted=match.length > followed.began)
                     match = None
                     break
-        if match is None and len(turn.tokens) >= followed.look_at:
+        if match is None and len(turn.tokens) >= turn.look_at:
             self._look(turn, followed)
         return held
 
@@ -104,7 +102,7 @@ class NgramDrafter:
         """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
         del self.matches[turn]
         followed.interval = 1 if lasted else self._longer(followed)
-        followed.look_at = followed.seen + followed.interval - 1
+        turn.look_at = followed.seen + followed.interval - 1
 
     def _longer(self, followed: _Followed) -> int:
         limit = MAX_INTERVAL if followed.prediction is None else MAX_INTERVAL_PREDICTED
@@ -114,10 +112,10 @@ class NgramDrafter:
         match = self._find(turn, followed)
         if match is None:
             followed.interval = self._longer(followed)
-            followed.look_at = len(turn.tokens) + followed.interval
+            turn.look_at = len(turn.tokens) + followed.interval
         else:
             self.matches[turn] = match
-            followed.began, followed.seen = match.length, len(turn.tokens)
+            followed.began, followed.seen, turn.look_at = match.length, len(turn.tokens), 0
 
     def is_predicted(self, turn: Turn, match: Match) -> bool:
         """Whether the match is in the request's prediction."""

@@ -122,6 +122,8 @@ class Turn:
     """What the output may repeat, by the request: a source of drafts."""
     drafts: DraftCounts | None = None
     """None: it had none yet."""
+    look_at: int = 0
+    """The length from which on its drafter wants its tokens."""
     is_given_up: bool = False
     """A draft head does not follow it any more, and cannot begin again: the states that it did not use are gone."""
     num_scored: int = 0
