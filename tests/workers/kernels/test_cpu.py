@@ -17,6 +17,7 @@ from holdfast.errors import ConfigError
 from tests.workers.kernels.test_paged_attention import CASES, KINDS, NUM_PAGES, tables_of
 from workers.kernels.backend import load_backend
 from workers.kernels.cpu import library
+from workers.kernels.cpu.memory import ALIGNMENT, CHUNK, HugePages
 from workers.kernels.cpu.operations import CpuElementwise, CpuExperts, CpuPlan, CpuProducts
 from workers.kernels.cpu.tape import StepArrays, Tape
 from workers.kernels.elementwise import HeadNorms, Places, Rotation, TorchElementwise
@@ -349,6 +350,17 @@ def test_settings_that_no_kernels_have() -> None:
     with pytest.raises(ConfigError, match="float32 or bfloat16"):
         load_backend("cpu", CPU, dtype=torch.float16)
     assert load_backend("auto", CPU, dtype=torch.float16).tape is None
+
+
+def test_memory_of_weights_is_handed_out_once_and_outlives_what_handed_it_out() -> None:
+    memory = HugePages()
+    sizes = [1, 63, 64, 65, CHUNK // 2, CHUNK // 2, CHUNK + 1, 7]
+    tensors = [memory.empty(1, size) for size in sizes]
+    del memory
+    for i, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % ALIGNMENT == 0 and not tensor.any()
+        tensor.fill_(i + 1)
+    assert [int(tensor.min()) for tensor in tensors] == [i + 1 for i in range(len(sizes))], "no two overlap"
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 64, 2048, 50_001])

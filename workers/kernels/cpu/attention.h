@@ -175,16 +175,17 @@ struct InPairs {
 template <int M, int V, class Values>
 [[gnu::noinline]] void add_values(float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column) {
     Floats acc[M][V];
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < V; v++) acc[m][v] = load(sums + m * width + column + v * LANES);
+    auto sums_of = [&](int m, int v) { return sums + m * width + column + v * LANES; };
+    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
     for (int k = 0; k < Values::STEPS; k++) {
         decltype(values.at(0, 0)) columns[V];
-        for (int v = 0; v < V; v++) columns[v] = values.at(k, column + v * LANES);
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < V; v++) acc[m][v] = Values::add(acc[m][v], weights[m * Values::STEPS + k], columns[v]);
+        unrolled<V>([&](auto v) INLINED { columns[v] = values.at(k, column + v * LANES); });
+        unrolled<M>([&](auto m) INLINED {
+            const uint32_t weight = weights[m * Values::STEPS + k];
+            unrolled<V>([&](auto v) INLINED { acc[m][v] = Values::add(acc[m][v], weight, columns[v]); });
+        });
     }
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < V; v++) store(sums + m * width + column + v * LANES, acc[m][v]);
+    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { store(sums_of(m, v), acc[m][v]); }); });
 }
 
 template <class Values, int M = TILE_ROWS>

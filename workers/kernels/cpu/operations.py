@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels.cpu import ops
+from workers.kernels.cpu.memory import HugePages
 from workers.kernels.cpu.tape import KINDS, Tape, matrix, norm, page_table, pages
 from workers.kernels.elementwise import HeadNorms, Places, Rotation
 from workers.kernels.grouped_experts import ExpertProducts, RouterSpec
@@ -37,7 +38,7 @@ class CpuProducts:
     reads_packed = False
 
     def __init__(self, tape: Tape, quantization: str | None = None) -> None:
-        self._tape, self._int8 = tape, quantization == "int8"
+        self._tape, self._int8, self._memory = tape, quantization == "int8", HugePages()
 
     def prepare(self, weight: Tensor, *, layer: bool = True) -> PanelWeight:
         rows, depth = weight.shape[-2:]
@@ -50,7 +51,7 @@ class CpuProducts:
         elif whole.dtype is not torch.bfloat16:
             whole = whole.float()
         whole, library, kind = whole.contiguous(), self._tape.library, KINDS[whole.dtype]
-        data = torch.empty(len(whole), library.holdfast_panel_bytes(rows, depth, kind), dtype=torch.uint8)
+        data = self._memory.empty(len(whole), library.holdfast_panel_bytes(rows, depth, kind))
         for one, packed in zip(whole, data, strict=True):
             library.holdfast_pack(one.data_ptr(), rows, depth, kind, packed.data_ptr())
         return PanelWeight(data, rows, depth, whole.dtype, scales)

@@ -111,6 +111,11 @@ inline Floats in_register(Floats x) {
     return x;
 }
 
+// How many bytes before its turn a weight is asked for: no hardware guesses what lies past a page's end. With fewer rows
+// the sums are so quick that the CPU is as far ahead by itself.
+constexpr int64_t AHEAD = 4096;
+constexpr int ASKING_ROWS = 4;
+
 // ---- the sums of a tile --------------------------------------------------------------------------
 
 // Adds to `sums [P][TILE_ROWS][PANEL]` (S vectors of each panel, from `sums` on) the products of M `rows` and of P
@@ -121,18 +126,22 @@ template <int M, int S, int P, class T>
     auto sums_of = [&](int m, int v) { return sums + (v / S * TILE_ROWS + m) * PANEL + v % S * LANES; };
     auto words_of = [&](const char* at, int v) { return at + v / S * bytes + v % S * 4 * LANES; };
     Floats acc[M][V];
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < V; v++) acc[m][v] = load(sums_of(m, v));
+    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
     if constexpr (std::is_same_v<T, Pairs>) {
 #if defined(__AVX512BF16__)
         const char* at = reinterpret_cast<const char*>(panel);
         for (int64_t k = 0; k < steps; k++, at += 4 * PANEL, rows += M) {
             __m512bh columns[V];
-            for (int v = 0; v < V; v++) columns[v] = read<__m512bh>(words_of(at, v));
-            for (int m = 0; m < M; m++) {
+            unrolled<V>([&](auto v) INLINED {
+                columns[v] = read<__m512bh>(words_of(at, v));
+                if constexpr (M >= ASKING_ROWS) __builtin_prefetch(words_of(at, v) + AHEAD);
+            });
+            unrolled<M>([&](auto m) INLINED {
                 auto row = as<__m512bh>(_mm512_set1_epi32(int(rows[m])));
-                for (int v = 0; v < V; v++) acc[m][v] = Floats(_mm512_dpbf16_ps(__m512(acc[m][v]), row, columns[v]));
-            }
+                unrolled<V>([&](auto v) INLINED {
+                    acc[m][v] = Floats(_mm512_dpbf16_ps(__m512(acc[m][v]), row, columns[v]));
+                });
+            });
         }
 #endif
     } else if constexpr (std::is_same_v<T, BFloat16>) {
@@ -140,25 +149,33 @@ template <int M, int S, int P, class T>
         const char* at = reinterpret_cast<const char*>(panel);
         for (int64_t k = 0; k < steps; k += 2, at += 4 * PANEL, row += 2 * M) {
             Words pairs[V];
-            for (int v = 0; v < V; v++) pairs[v] = read<Words>(words_of(at, v));
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < V; v++) acc[m][v] += row[m] * as<Floats>(pairs[v] << 16);
+            Floats columns[V];
+            unrolled<V>([&](auto v) INLINED {
+                pairs[v] = read<Words>(words_of(at, v));
+                columns[v] = as<Floats>(pairs[v] << 16);
+                if constexpr (M >= ASKING_ROWS) __builtin_prefetch(words_of(at, v) + AHEAD);
+            });
+            unrolled<M>([&](auto m) INLINED {
+                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[m] * columns[v]; });
+            });
             if (k + 1 == steps) break;
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < V; v++) acc[m][v] += row[M + m] * as<Floats>(pairs[v] & 0xFFFF0000);
+            unrolled<V>([&](auto v) INLINED { columns[v] = as<Floats>(pairs[v] & 0xFFFF0000); });
+            unrolled<M>([&](auto m) INLINED {
+                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[M + m] * columns[v]; });
+            });
         }
     } else {
         const float* row = reinterpret_cast<const float*>(rows);
         const int64_t apart = bytes / int64_t(sizeof(T));
         for (int64_t k = 0; k < steps; k++, panel += PANEL, row += M) {
             Floats columns[V];
-            for (int v = 0; v < V; v++) columns[v] = in_register(load(panel + v / S * apart + v % S * LANES));
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < V; v++) acc[m][v] += row[m] * columns[v];
+            unrolled<V>([&](auto v) INLINED { columns[v] = in_register(load(panel + v / S * apart + v % S * LANES)); });
+            unrolled<M>([&](auto m) INLINED {
+                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[m] * columns[v]; });
+            });
         }
     }
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < V; v++) store(sums_of(m, v), acc[m][v]);
+    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { store(sums_of(m, v), acc[m][v]); }); });
 }
 
 template <int M, int P, class T>

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -27,6 +28,16 @@ typedef int8_t Bytes __attribute__((vector_size(LANES)));
 struct BFloat16 {
     uint16_t bits;
 };
+
+#define INLINED __attribute__((always_inline))
+
+// Calls `act` with each of 0 to N - 1 as a constant. An array with no other index lies in registers, if they suffice:
+// of loops that are unrolled late, compilers keep it in memory.
+template <int N, class Act>
+INLINED inline void unrolled(const Act& act) {
+    auto call = [&]<int... I>(std::integer_sequence<int, I...>) INLINED { (act(std::integral_constant<int, I>{}), ...); };
+    call(std::make_integer_sequence<int, N>{});
+}
 
 template <class To, class From>
 inline To as(From value) {
