@@ -169,7 +169,10 @@ template <int M, int S, int P, class T>
         const int64_t apart = bytes / int64_t(sizeof(T));
         for (int64_t k = 0; k < steps; k++, panel += PANEL, row += M) {
             Floats columns[V];
-            unrolled<V>([&](auto v) INLINED { columns[v] = in_register(load(panel + v / S * apart + v % S * LANES)); });
+            unrolled<V>([&](auto v) INLINED {
+                columns[v] = in_register(load(panel + v / S * apart + v % S * LANES));
+                if constexpr (sizeof(T) == 1 && v % S == 0) __builtin_prefetch(panel + v / S * apart + AHEAD);
+            });
             unrolled<M>([&](auto m) INLINED {
                 unrolled<V>([&](auto v) INLINED { acc[m][v] += row[m] * columns[v]; });
             });
