@@ -95,7 +95,7 @@ class TurnDrafts:
     def receive(self, work: Work, num_received: int, num_accepted: int) -> None:
         """A turn has this many new tokens; so many of its draft were right, of which its end may have left out some.
 
-        Not called before a turn's ``look_at``.
+        Without a draft it is not called before a turn's ``look_at``.
         """
         assert self.speculation is not None
         accepted = min(num_received, num_accepted)

@@ -192,7 +192,7 @@ class Leader:
             turn.receive(samples[num_received])
             num_received += 1
             end = self._end_of(turn)
-        if len(turn.tokens) >= turn.look_at:
+        if draft is not None or len(turn.tokens) >= turn.look_at:
             self.drafts.receive(work, num_received, num_accepted)
         update = self._update_of(turn)
         update.tokens += samples[:num_received]
