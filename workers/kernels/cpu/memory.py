@@ -1,7 +1,7 @@
 """Memory for weights, in the kernel's huge pages where it has them.
 
-A step reads all weights, in pages of 4 KB a translation for each 32 of its loads: with eight rows a model's products
-take a fifth longer. See ``madvise(2)``, MADV_HUGEPAGE.
+A step reads all weights, and in pages of 4 KB every 64 loads of a vector need another translation: with eight rows the
+products of a model that no cache holds take a sixth longer. See ``madvise(2)``, MADV_HUGEPAGE.
 """
 
 from __future__ import annotations
