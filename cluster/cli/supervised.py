@@ -99,19 +99,19 @@ async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[No
     """This process has started a Ray node meanwhile, and is its client. Raises ConfigError, HoldfastError.
 
     ``gcs_storage``: a folder for the GCS's state, if its death is our affair. When the node is lost, and with it all
-    that runs here, this process ends at once. Import ``ray`` within.
+    that runs here, or the GCS's state, this process ends at once. Import ``ray`` within.
     """
     prepare_environment()
     if gcs_storage is not None:
         keep_gcs_state(gcs_storage)
     from cluster.ray_backend.connect import connect
     from cluster.ray_backend.gcs import GcsKeeper
-    from cluster.ray_backend.processes import end_with_raylet
+    from cluster.ray_backend.processes import end_at_once, end_with_raylet
 
     connect(config)
     import ray
 
-    keeper = GcsKeeper() if gcs_storage is not None else None
+    keeper = GcsKeeper(on_lost=end_at_once) if gcs_storage is not None else None
     watching = asyncio.create_task(end_with_raylet())
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -21,7 +22,8 @@ log = logging.getLogger("holdfast.cluster")
 STOP_TIMEOUT_S = 10.0
 GCS_ABSENCE_S = 7 * 24 * 3600
 """How long a node's processes go on without the GCS."""
-STORAGE_VARIABLES = ("RAY_gcs_storage", "RAY_gcs_storage_path", "RAY_REDIS_ADDRESS")
+STORAGE_PATH = "RAY_gcs_storage_path"
+STORAGE_VARIABLES = ("RAY_gcs_storage", STORAGE_PATH, "RAY_REDIS_ADDRESS")
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN_FILE = Path(".ray") / "auth_token"
 
@@ -46,7 +48,13 @@ def gcs_storage() -> Iterator[Path | None]:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-gcs-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        # systemd-tmpfiles(8) removes what is ten days old in /tmp, except in a folder that is locked.
+        fcntl.flock(locked, fcntl.LOCK_SH)
+        try:
+            yield Path(folder)
+        finally:
+            os.close(locked)
 
 
 def keep_gcs_state(storage: Path) -> None:
@@ -54,8 +62,8 @@ def keep_gcs_state(storage: Path) -> None:
 
     Ray's embedded storage (RocksDB, REP-64; alpha in Ray 2.60) needs no Redis.
     """
-    path = tempfile.mkdtemp(dir=storage)
-    os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": path}
+    storage.mkdir(exist_ok=True)  # it may have been lost with what it had
+    os.environ |= {"RAY_gcs_storage": "rocksdb", STORAGE_PATH: tempfile.mkdtemp(dir=storage)}
 
 
 def use_token() -> None:

@@ -103,7 +103,12 @@ async def end_with_raylet() -> None:
     (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
     while runs(raylet):
         await asyncio.sleep(RAYLET_CHECK_S)
-    log.critical("the raylet of this machine is gone, and all that runs on it")
+    end_at_once("the raylet of this machine is gone, and all that runs on it")
+
+
+def end_at_once(reason: str) -> None:
+    """End this process, and with it what it has started."""
+    log.critical("%s", reason)
     os._exit(1)
 
 

@@ -34,6 +34,7 @@ from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.connect import NAMESPACE
 from cluster.ray_backend.gcs import GcsKeeper
 from cluster.ray_backend.nodes import gcs_storage, keep_gcs_state, prepare_environment
+from cluster.ray_backend.processes import end_at_once
 from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor, stop_cluster, wait_until_ready
 from tests.chaos.faults import faults_of
 from tests.chaos.nodes import Node
@@ -70,7 +71,7 @@ def ray_head(address: str | None, redis: RedisServer | None) -> Iterator[str]:
         keeper: GcsKeeper | None = None
         try:
             ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
-            keeper = GcsKeeper()
+            keeper = GcsKeeper(on_lost=end_at_once)  # no fault loses its state
             yield cluster.address
         finally:
             if keeper is not None:

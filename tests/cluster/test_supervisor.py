@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -69,18 +70,40 @@ async def test_a_kill_9_of_everything_serving_mid_stream_and_a_restart(tmp_path:
         assert all(report["ok"] for report in after.ask("audit"))
 
 
-def owner_of(served: Served) -> psutil.Process:
-    return served.owner
+def kill_the_owner(served: Served) -> None:
+    served.owner.kill()
 
 
-def raylet_of(served: Served) -> psutil.Process:
-    (raylet,) = [process for process in served.family if process.name() == "raylet"]
-    return raylet
+def kill_the_raylet(served: Served) -> None:
+    process_of(served, "raylet").kill()
 
 
-@pytest.mark.parametrize("process_of", [owner_of, raylet_of])
+def delete_the_gcs_state(served: Served) -> None:
+    gcs = process_of(served, "gcs_server")
+    shutil.rmtree(Path(gcs.environ()["RAY_gcs_storage_path"]).parent)
+    gcs.kill()
+
+
+def damage_the_gcs_state(served: Served) -> None:
+    gcs = process_of(served, "gcs_server")
+    for path in Path(gcs.environ()["RAY_gcs_storage_path"]).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    gcs.kill()
+
+
+def process_of(served: Served, name: str) -> psutil.Process:
+    (found,) = [process for process in served.family if process.name() == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [kill_the_owner, kill_the_raylet, delete_the_gcs_state, damage_the_gcs_state],
+    ids=lambda lose: lose.__name__,
+)
 async def test_a_lost_ray_node_is_started_again_and_streams_resume(
-    process_of: Callable[[Served], psutil.Process], tmp_path: Path
+    lose: Callable[[Served], None], tmp_path: Path
 ) -> None:
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     with serving(tmp_path, "--workers", "1", *ports) as served:
@@ -93,7 +116,7 @@ async def test_a_lost_ray_node_is_started_again_and_streams_resume(
                     tokens += answer.tokens
                     if len(tokens) >= 20 and not killed:
                         killed = True
-                        process_of(served).kill()
+                        lose(served)
         before = served.family
         ready = await asyncio.to_thread(served.next_ready)
         assert ready == served.ready and not any(process.is_running() for process in before)
