@@ -11,7 +11,7 @@
 
 namespace holdfast {
 
-constexpr int KEYS = 64, KEY_PANELS = KEYS / PANEL;
+constexpr int KEYS = 64, KEY_PANELS = KEYS / PANEL, ASKED_ROWS = 8;
 enum : int32_t { FLOAT8 = 3 };  // E4M3, of KV alone
 
 // What a step computes: sequence after sequence.
@@ -118,34 +118,41 @@ struct KeyRows {
     }
 };
 
-// Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart. Meanwhile asks for
-// those of the next block: no hardware guesses them.
-inline void pack_keys(const KeyRows& keys, const KeyRows* next, int64_t words, int64_t panel_words, uint32_t* to) {
+// Asks for the next block, whose place no hardware guesses. No more than some rows can be on their way at once.
+struct Ahead {
+    const KeyRows *keys, *values;  // null: none
+    int64_t key_bytes, value_bytes;
+    int asked = 0;
+    void ask(int num) {
+        if (!keys) return;
+        for (num = std::min(asked + num, KEYS); asked < num; asked++) {
+            for (int64_t i = 0; i < key_bytes; i += 64) __builtin_prefetch(keys->rows[asked] + i);
+            for (int64_t i = 0; values && i < value_bytes; i += 64) __builtin_prefetch(values->rows[asked] + i);
+        }
+    }
+};
+
+// Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
+inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
     for (int j = 0; j < KEYS; j += LANES) {
         uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
         for (int64_t word = 0; word < words; word += LANES) {
-            if (next)
-                for (int i = 0; i < LANES; i++) __builtin_prefetch(next->rows[j + i] + 4 * word);
+            ahead.ask(1);
             transpose(keys.rows + j, 4 * word, panel + word * PANEL, PANEL);
         }
     }
 }
 
 // Values of bf16 in pairs of keys: `[KEYS / 2][width]` words.
-inline void pack_values(const KeyRows& values, const KeyRows* next, int64_t dim, int64_t width, uint32_t* to) {
+inline void pack_values(const KeyRows& values, Ahead& ahead, int64_t dim, int64_t width, uint32_t* to) {
     for (int j = 0; j < KEYS; j += 2, to += width) {
+        ahead.ask(1);
         for (int64_t column = 0; column < dim; column += LANES) {
             Words low = widened(read<Halves>(values.rows[j] + 2 * column));
             Words both = low | widened(read<Halves>(values.rows[j + 1] + 2 * column)) << 16;
             memcpy(to + column, &both, sizeof both);
-            if (next) __builtin_prefetch(next->rows[j + column / LANES % 2] + column / LANES / 2 * 64);
         }
     }
-}
-
-inline void prefetch(const KeyRows& values, int64_t bytes) {
-    for (const char* row : values.rows)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 // A block's values for a product with its weights: what a word of a weight is multiplied with, LANES columns from
@@ -310,24 +317,23 @@ inline void attend_tile(
     const Pages& v = a.v.data ? a.v : a.k;
     const int64_t k_bytes = (KEYS + 1) * KeyRows::row_bytes(a.k, a.k_dim), v_bytes = (KEYS + 1) * KeyRows::row_bytes(v, a.v_dim);
     char* copies = scratch<Copies, char>(k_bytes + v_bytes);
-    KeyRows of_keys[2], of_values[2];  // of this block and the next, in turn
+    KeyRows of_keys[2], of_values[2];  // of this block and the next, in turn, if it was found with this one
+    bool found = false;
     auto find = [&](int64_t base) {
         const int at = base / KEYS % 2;
         of_keys[at].find(a.k, a.table, table_row, head, base, first, end, a.k_dim, copies);
         if (a.v.data) of_values[at].find(a.v, a.table, table_row, head, base, first, end, a.v_dim, copies + k_bytes);
     };
-    bool ahead = false;  // the block was found with the one before
     for (int64_t base = first / KEYS * KEYS; base < end; base += KEYS) {
         const int at = base / KEYS % 2;
-        if (!ahead) find(base);
-        const KeyRows &keys = of_keys[at], &values = a.v.data ? of_values[at] : keys;
-        ahead = keys.in_place && values.in_place && base + KEYS < end;
-        if (ahead) find(base + KEYS);
-        pack_keys(keys, ahead ? &of_keys[at ^ 1] : nullptr, key_words, key_words * PANEL, space.keys);
-        // A latent's value is the beginning of its key.
-        const KeyRows* next = ahead && a.v.data ? &of_values[at ^ 1] : nullptr;
-        if (dots) pack_values(values, next, a.v_dim, v_width, space.values);
-        else if (next) prefetch(*next, a.v_dim * v.size());
+        if (!found) find(base);
+        const KeyRows &keys = of_keys[at], &values = a.v.data ? of_values[at] : keys;  // a latent's begin its keys
+        found = keys.in_place && values.in_place && base + KEYS < end;
+        if (found) find(base + KEYS);
+        const KeyRows *next_keys = found ? &of_keys[at ^ 1] : nullptr, *next_values = a.v.data ? &of_values[at ^ 1] : nullptr;
+        Ahead ahead{next_keys, next_values, a.k_dim * a.k.size(), a.v_dim * v.size()};
+        pack_keys(keys, ahead, key_words, key_words * PANEL, space.keys);
+        if (dots) pack_values(values, ahead, a.v_dim, v_width, space.values);
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int num = rows_of(tile);
             float* sums = space.sums + tile * TILE_ROWS * v_width;
@@ -337,8 +343,10 @@ inline void attend_tile(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
                     num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
+            ahead.ask(ASKED_ROWS);
             for (int i = 0; i < num; i++) {
                 const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
+                ahead.ask(ASKED_ROWS / 4);
                 Floats weights[KEYS / LANES];
                 float kept = soften(
                     a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
@@ -348,6 +356,7 @@ inline void attend_tile(
                 for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
                     store(sum, load(sum) * kept);
             }
+            ahead.ask(KEYS);  // what is left
             if (wide) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim);
             } else if (!dots) {
