@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.harness import Harness
+from tests.harness import Harness, running
 
 
 @pytest.fixture
@@ -24,12 +25,15 @@ async def test_what_is_served_has_both_names(http: httpx.AsyncClient) -> None:
     assert (await http.get("/server_info")).json()["workers"] == ["w0@1", "w1@1"]
 
 
-async def test_health_generate_needs_a_worker(http: httpx.AsyncClient, cluster: Harness) -> None:
-    assert (await http.get("/health_generate")).status_code == 200
-    for worker in list(cluster.workers):
-        await cluster.lose_worker(worker)
-    await cluster.router.set_workers([])
-    assert (await http.get("/health_generate")).status_code == 503
+async def test_health_generate_needs_a_worker(tmp_path: Path) -> None:
+    async with (
+        running(tmp_path, num_workers=1, worker_wait_s=1.0) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+    ):
+        assert (await http.get("/health_generate")).status_code == 200
+        await cluster.lose_worker("w0")
+        await cluster.router.set_workers([])
+        assert (await http.get("/health_generate")).status_code == 503
 
 
 async def test_the_description_and_its_page(http: httpx.AsyncClient) -> None:

@@ -113,10 +113,11 @@ ROUTERS_COMMANDS = {
     "audit": (OPERATOR, []),
     "top": (OPERATOR, ["--count", "1"]),
     "drain": (OPERATOR, ["w9"]),
-    "restart": (OPERATOR, ["--start-timeout", "0.1", "--timeout", "0"]),
     "sessions": (USER, []),
     "chat": (USER, ["--max-tokens", "2"]),
     "bench": (USER, ["--sessions", "1", "--turns", "1", "--output-tokens", "2"]),
+    # Last: the worker that it stops does not come back here, and the others would wait for one.
+    "restart": (OPERATOR, ["--start-timeout", "0.1", "--timeout", "0"]),
 }
 LOCAL_COMMANDS = {"serve", "stop", "upgrade", "join", "keys", "chaos", "tune"}
 """What they do needs no router's permission: they start and end processes on Ray, whose access is Ray's, or read and
@@ -129,9 +130,8 @@ async def test_every_command_asks_for_its_role(doors: tuple[Harness, dict[str, s
     wrong = []
     for command, (rule, words) in ROUTERS_COMMANDS.items():
         for name, key in key_of.items():
-            # The worker that a restart stops does not come back here: it is the last of those that may.
             if command == "restart" and name == "operator":
-                continue
+                continue  # another may, with whom it ends
             line = [command, *words, "--url", cluster.url, *(["--api-key", key] if key else [])]
             done = await asyncio.to_thread(CliRunner().invoke, cli, line, input="hi\n")
             said = f"{done.output} {done.exception}"
