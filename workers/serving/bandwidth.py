@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from holdfast.errors import MigrationRefused
 from workers.engine.leader import Leader
 from workers.engine.migration import PendingImport
@@ -12,11 +16,39 @@ REMEASURE_EVERY = 16
 """One in this many that look slower than computing is made anyway, to measure again."""
 
 
+class SharedTime:
+    """What transfers take that share their way: of the time that n are under way, each is charged an n-th.
+
+    So what comes at once is as fast as what comes one after another (the virtual time of fair queueing: Demers, Keshav,
+    Shenker, "Analysis and simulation of a fair queueing algorithm", SIGCOMM 1989).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_transfers, self._at, self._virtual_s = 0, clock(), 0.0
+
+    @contextmanager
+    def transfer(self) -> Iterator[Callable[[], float]]:
+        """One is under way meanwhile. Yields what tells the seconds that it was charged so far."""
+        began = self._now(1)
+        try:
+            yield lambda: self._now(0) - began
+        finally:
+            self._now(-1)
+
+    def _now(self, change: int) -> float:
+        at = self._clock()
+        self._virtual_s += (at - self._at) / max(1, self._num_transfers)
+        self._at, self._num_transfers = at, self._num_transfers + change
+        return self._virtual_s
+
+
 class Bandwidth:
     """Of one way on which KV comes to a worker."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
+        self.time = SharedTime()
         self._bytes_per_s: float | None = None
         self._num_refused = 0
 
@@ -38,7 +70,7 @@ class Bandwidth:
         return num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
 
     def measured(self, num_bytes: int, seconds: float) -> None:
-        """So much came in this time."""
+        """So much came in this time, of what ``time`` charges."""
         if num_bytes and seconds:
             speed = num_bytes / seconds
             self._bytes_per_s = WEIGHT_OF_LAST * speed + (1 - WEIGHT_OF_LAST) * (self._bytes_per_s or speed)

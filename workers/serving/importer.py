@@ -46,7 +46,9 @@ class Importer:
             async with asyncio.timeout(request.timeout_s), tls.channel(request.source_address) as channel:
                 call = worker_pb2_grpc.WorkerServiceStub(channel).Export(export, timeout=request.timeout_s)
                 try:
-                    answer = await self._import(call, request, transfer_id)
+                    with self._bandwidth.time.transfer() as charged_s:
+                        answer = await self._import(call, request, transfer_id)
+                        self._bandwidth.measured(answer.bytes, charged_s())
                 finally:
                     call.cancel()  # ends the export
         except TimeoutError:
@@ -54,7 +56,6 @@ class Importer:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         answer.seconds = time.monotonic() - began
-        self._bandwidth.measured(answer.bytes, answer.seconds)
         return answer
 
     async def _import(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from array import array
 from collections import Counter
@@ -80,7 +79,9 @@ class TurnLoads:
             tokens, size = wanted.tokens[: plan.reached], self._leader.cache.page_size
             begins_at = wanted.known_len // size * size
             stored = ExportedKV(wanted.tenant, wanted.scope, tokens, plan.reached, (), plan.columns, begins_at)
-            await self._load_into(wanted, plan, stored, digests)
+            with self._bandwidths[max(plan.bytes)].time.transfer() as charged_s:
+                num_bytes = await self._load_into(wanted, plan, stored, digests)
+                measure(plan, num_bytes, charged_s(), self._bandwidths)
 
     async def _plan(self, wanted: Wanted, tokens: array[int]) -> tuple[LoadPlan | None, list[bytes]]:
         """What to load, and the digests of all pages. To load nothing, or a part, may be the fastest."""
@@ -110,9 +111,10 @@ class TurnLoads:
                 best = longest
         return best, digests
 
-    async def _load_into(self, wanted: Wanted, plan: LoadPlan, stored: ExportedKV, digests: list[bytes]) -> None:
+    async def _load_into(self, wanted: Wanted, plan: LoadPlan, stored: ExportedKV, digests: list[bytes]) -> int:
+        """Returns the bytes that came."""
         migrations, session_id = self._leader.migrations, wanted.session_id
-        transfer_id, began = f"load/{uuid.uuid4().hex}", time.monotonic()
+        transfer_id = f"load/{uuid.uuid4().hex}"
         begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
         try:
             pending = await result_of(begun)
@@ -130,8 +132,8 @@ class TurnLoads:
         except BaseException:
             migrations.cancel_import(session_id, transfer_id)
             raise
-        measure(plan, num_bytes, time.monotonic() - began, self._bandwidths)
         self.counters["kv_loads"] += 1
         self.counters["kv_tokens_loaded"] += reached - pending.cached_len
         for tier, num_pages in plan.pages.items():
             self.counters[f"kv_pages_from_{NAMES[tier]}"] += num_pages
+        return num_bytes
