@@ -32,9 +32,9 @@ check: lint  ## lint, types, the pure core and the layers: the working loop
 # The longest test takes 150 s. One that hangs fails, with every thread's stack.
 HANGS := --timeout 600 --max-worker-restart 0
 
-# More than two cores need: tests of clusters wait for leases a quarter of the time.
+# Two at a time: starting a cluster on Ray takes 12 CPU seconds.
 test: lint  ## set up, lint, check types, and run every test
-	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(HANGS)
+	$(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder $(HANGS)
 
 test-long: lint  ## every simulator seed, more schedules, examples and faults: hours
 	$(BIN)/python -m pytest --long
