@@ -32,6 +32,7 @@ import workers.engine.epochs
 import workers.engine.follower
 import workers.engine.leader
 import workers.engine.pace
+import workers.serving.bandwidth
 import workers.serving.importer
 import workers.serving.page_copies
 import workers.serving.rank_server
@@ -189,7 +190,7 @@ def simulated_edges(network: Callable[[], Network], rng: random.Random) -> Itera
         mock.patch.object(workers.engine.pace, "time", _Time),
         mock.patch.object(workers.engine.epochs, "time", _Time),
         mock.patch.object(workers.serving.importer, "time", _Time),
-        mock.patch.object(workers.serving.turn_loads, "time", _Time),
+        mock.patch.object(workers.serving.bandwidth, "time", _Time),
         mock.patch.object(workers.serving.turn_loads, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
         mock.patch.object(workers.engine.admission, "MIN_LOAD_TOKENS", MIN_LOAD_TOKENS),
         mock.patch.object(workers.serving.page_copies, "StoreClient", SimulatedClient),

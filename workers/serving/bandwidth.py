@@ -23,9 +23,8 @@ class SharedTime:
     Shenker, "Analysis and simulation of a fair queueing algorithm", SIGCOMM 1989).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._num_transfers, self._at, self._virtual_s = 0, clock(), 0.0
+    def __init__(self) -> None:
+        self._num_transfers, self._at, self._virtual_s = 0, 0.0, 0.0
 
     @contextmanager
     def transfer(self) -> Iterator[Callable[[], float]]:
@@ -37,8 +36,9 @@ class SharedTime:
             self._now(-1)
 
     def _now(self, change: int) -> float:
-        at = self._clock()
-        self._virtual_s += (at - self._at) / max(1, self._num_transfers)
+        at = time.monotonic()
+        if self._num_transfers:
+            self._virtual_s += (at - self._at) / self._num_transfers
         self._at, self._num_transfers = at, self._num_transfers + change
         return self._virtual_s
 
