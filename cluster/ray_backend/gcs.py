@@ -49,14 +49,15 @@ class GcsKeeper:
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._address = ray.get_runtime_context().gcs_address
-        self._cluster_id = self._id_of_cluster()
+        self._cluster_id: Any = None
+        self._num_failed = 0
         self.process: psutil.Process
         """The GCS that runs now, or ran last."""
         (self.process,) = (child for child in psutil.Process().children() if child.name() == "gcs_server")
         port = f"--gcs_server_port={self._address.rpartition(':')[2]}"
         words = self.process.cmdline()
         self._command = [port if word.startswith("--gcs_server_port=") else word for word in words]
-        self._environment = self.process.environ()
+        self._environment: dict[str, str] = self.process.environ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="gcs-keeper", daemon=True)
         self._thread.start()
@@ -67,65 +68,71 @@ class GcsKeeper:
         self._thread.join(STOP_TIMEOUT_S)
 
     def _keep(self) -> None:
-        num_starts = 0
         while not self._stopped.is_set():
-            reason, answered = self._failure()
+            reason = self._failure()
             if reason == LOST:
                 self._on_lost("the GCS was started again, and its state is lost")
                 return
-            num_starts = 1 if answered else num_starts + 1
             if not self._stopped.is_set():
                 log.warning("the GCS %s; starting it again", reason)
                 try:
-                    if num_starts % NUM_FAILED_STARTS == 0:
-                        self._forget_state()
                     self._start()
                 except (OSError, psutil.Error):
                     log.exception("the GCS does not start; retrying")
                 self._stopped.wait(CHECK_EVERY_S)  # one that cannot start does not spin
 
-    def _failure(self) -> tuple[str, bool]:
-        """Returns when the GCS must be started again, or when this was stopped: why, and whether it has answered."""
-        num_unanswered, answered = 0, False
+    def _failure(self) -> str:
+        """Returns, with the reason, when the GCS must be started again, or when this was stopped."""
+        num_unanswered, is_known = 0, False
+        self._num_failed += 1  # until it answers
         with grpc.insecure_channel(self._address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = check.future(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             while not self._stopped.wait(POLL_S):
                 if not runs(self.process):
-                    return "died", answered
+                    return "died"
                 if not answer.done():
                     continue
                 num_unanswered = num_unanswered + 1 if answer.code() in SILENT else 0
                 if num_unanswered == NUM_UNANSWERED:
-                    return "does not answer", answered
-                if num_unanswered == 0 and not answered:
-                    if self._id_of_cluster() not in (self._cluster_id, None):
-                        return LOST, True
-                    answered = True
+                    return "does not answer"
+                if num_unanswered == 0 and not is_known:
+                    self._num_failed = 0
+                    if self._is_another_cluster():
+                        return LOST
+                    is_known = True
                 self._stopped.wait(CHECK_EVERY_S)
                 answer = check.future(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        return "is kept no longer", answered
+        return "is kept no longer"
 
-    def _id_of_cluster(self) -> Any:
-        """What the GCS has named its cluster when it had no state; None: it does not say.
+    def _is_another_cluster(self) -> bool:
+        """Whether the GCS has named its cluster anew, as one does that finds no state.
 
-        Of a client of its own: those that know another id end their process when the GCS refuses them for it.
+        A client of its own asks: those that know another id end their process when the GCS refuses them for it.
         """
-        with contextlib.suppress(RayError):
-            return GcsClient(address=self._address).cluster_id
-        return None
+        try:
+            found = GcsClient(address=self._address).cluster_id
+        except RayError:
+            return False  # it has died since
+        if self._cluster_id is None:
+            self._cluster_id = found
+        return bool(found != self._cluster_id)
 
-    def _forget_state(self) -> None:
-        """Start it with an empty folder from now on. What does not run even then does not fail for its state."""
-        if STORAGE_PATH in self._environment:  # else it is not a folder
-            log.error("the GCS has not started %d times; starting it without its state", NUM_FAILED_STARTS)
-            folder = Path(self._environment[STORAGE_PATH]).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            self._environment[STORAGE_PATH] = tempfile.mkdtemp(dir=folder)
+    def _environment_of_next(self) -> dict[str, str]:
+        """One in so many starts is tried without the state. What does not run even then does not fail for its state,
+        as on a full disk, and finds it when there is room again.
+        """
+        if not self._num_failed or self._num_failed % NUM_FAILED_STARTS or STORAGE_PATH not in self._environment:
+            return self._environment
+        log.error("the GCS has not started %d times; starting it without its state", self._num_failed)
+        folder = Path(self._environment[STORAGE_PATH]).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        return self._environment | {STORAGE_PATH: tempfile.mkdtemp(dir=folder)}
 
     def _start(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.kill()  # one that hangs has the port, and the storage's lock
             self.process.wait(STOP_TIMEOUT_S)
         quiet = subprocess.DEVNULL
-        self.process = psutil.Popen(self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet)
+        environment = self._environment_of_next()
+        self.process = psutil.Popen(self._command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -24,6 +24,11 @@ class LoadPlan:
     bytes: Mapping[int, int]
     """By tier, of all ranks."""
 
+    @property
+    def slowest(self) -> int:
+        """The tier that the load waits for."""
+        return max(self.bytes)
+
 
 def load_plans(
     groups: Sequence[GroupTables],
@@ -79,8 +84,8 @@ def seconds_until_there(
 
 def measure(plan: LoadPlan, num_bytes: int, seconds: float, bandwidths: Mapping[int, Bandwidth]) -> None:
     """A load of so much took so long. What faster tiers take of it is known; the rest is the slowest one's."""
-    slowest = max(plan.bytes, default=0)
+    slowest = plan.slowest
     others = {tier: size for tier, size in plan.bytes.items() if tier != slowest}
-    if slowest and (not others or num_bytes == sum(plan.bytes.values())):
+    if not others or num_bytes == sum(plan.bytes.values()):
         rest = seconds - sum(bandwidths[tier].seconds(size) for tier, size in others.items())
         bandwidths[slowest].measured(num_bytes - sum(others.values()), max(rest, 0.0))

@@ -79,7 +79,7 @@ class TurnLoads:
             tokens, size = wanted.tokens[: plan.reached], self._leader.cache.page_size
             begins_at = wanted.known_len // size * size
             stored = ExportedKV(wanted.tenant, wanted.scope, tokens, plan.reached, (), plan.columns, begins_at)
-            with self._bandwidths[max(plan.bytes)].time.transfer() as charged_s:
+            with self._bandwidths[plan.slowest].time.transfer() as charged_s:
                 num_bytes = await self._load_into(wanted, plan, stored, digests)
                 measure(plan, num_bytes, charged_s(), self._bandwidths)
 
