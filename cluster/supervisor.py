@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from cluster.leadership import Leadership
-from holdfast.errors import HoldfastError, StaleEpoch
+from holdfast.errors import HoldfastError, NoWorkerAvailable, StaleEpoch, WorkerNotFound
 from router.fleet.link import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
@@ -67,6 +67,33 @@ class RouterComponent(Component, Protocol):
     async def rebalance(self, max_sessions: int) -> int:
         """Have the router migrate idle sessions to workers with few. Returns how many it migrated."""
 
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Have a worker admit no more turns, and migrate its sessions; turns may go on for ``timeout_s``.
+
+        ``name``: as in pins. Raises WorkerNotFound if the router does not reach it.
+        """
+
+
+class InheritedWorker(Protocol):
+    """A worker of the generation before, which serves until one of this generation has its sessions.
+
+    ``name``: of the worker that takes its place. ``has_room``: whether that one can start beside it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> WorkerAddress: ...
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def runs(self) -> bool: ...
+
+    async def end(self) -> None:
+        """End its processes, whatever state they are in; returns when they are gone."""
+
 
 class StoreComponents(Protocol):
     """The nodes' KV stores. Whether they live decides how fast sessions come back, and nothing else."""
@@ -83,7 +110,7 @@ class Supervisor:
 
     ``start_timeout_s``: deadline of an incarnation's start. ``rebalance_per_s``: limit of sessions
     migrated a second, 0 for none. ``leadership``: of several supervisors, the one that has it acts; None: there is
-    one.
+    one. ``inherited``: what the generation before this one has left, whose turns may go on for ``drain_timeout_s``.
     """
 
     def __init__(
@@ -95,8 +122,12 @@ class Supervisor:
         rebalance_per_s: float,
         stores: StoreComponents | None = None,
         leadership: Leadership | None = None,
+        inherited: Sequence[InheritedWorker] = (),
+        drain_timeout_s: float = 0.0,
     ) -> None:
         self._leadership = leadership
+        self._inherited = {worker.name: worker for worker in inherited if worker.runs()}
+        self._drain_timeout_s, self._draining = drain_timeout_s, asyncio.Lock()
         self._workers, self._routers, self._stores = workers, routers, stores
         self._start_timeout_s, self._rebalance_per_s = start_timeout_s, rebalance_per_s
         self._changed = asyncio.Event()
@@ -104,7 +135,13 @@ class Supervisor:
 
     def addresses(self) -> list[WorkerAddress]:
         """The workers that serve now."""
-        return [worker.address for worker in self._workers if worker.address is not None]
+        inherited = [worker.address for worker in self._inherited.values() if worker.runs()]
+        return inherited + [worker.address for worker in self._workers if worker.address is not None]
+
+    @property
+    def num_inherited(self) -> int:
+        """Workers of the generation before that serve yet."""
+        return len(self._inherited)
 
     async def start(self) -> None:
         """Start every component and keep it running; returns when every router reaches every worker.
@@ -116,15 +153,15 @@ class Supervisor:
                 await self._stores.start()
             # All at once: loading takes longest, and the components share the cores anyway.
             await _together(
-                *(worker.start() for worker in self._workers),
-                *(router.start([], self._epoch) for router in self._routers),
+                *(worker.start() for worker in self._workers if worker.name not in self._inherited),
+                *(router.start(self.addresses(), self._epoch) for router in self._routers),
             )
             if self._stores is not None:
                 await self._stores.start()  # those whose size the workers' tells
             for router in self._routers:
                 await router.set_workers(self.addresses(), self._epoch)
             for router in self._routers:
-                while len(await router.ready_workers()) < len(self._workers):
+                while len(await router.ready_workers()) < len(self.addresses()):
                     await asyncio.sleep(READY_POLL_S)
         self.keep()
 
@@ -184,18 +221,53 @@ class Supervisor:
 
     async def _watch_worker(self, worker: WorkerComponent) -> None:
         """Wait until the worker fails, and start its next incarnation."""
+        old = self._inherited.get(worker.name)
+        if old is not None:
+            await self._succeed(old, worker)
         if worker.address is not None:
             reason = await worker.failed()
             self._check()
             log.warning("%s: %s; starting its next incarnation", worker.name, reason)
             worker.address = None
             self._workers_changed()
+        await self._start_worker(worker)
+
+    async def _start_worker(self, worker: WorkerComponent) -> None:
         self._check()
         await worker.end()
         self._check()
         async with asyncio.timeout(self._start_timeout_s):
             await worker.start()
         self._workers_changed()
+
+    async def _succeed(self, old: InheritedWorker, worker: WorkerComponent) -> None:
+        """Give a worker of the generation before a successor: its sessions migrate before it ends.
+
+        One after another: the others serve meanwhile.
+        """
+        async with self._draining:
+            if old.has_room and worker.address is None:
+                await self._start_worker(worker)
+            await self._drain(old)
+            self._check()
+            await old.end()
+            del self._inherited[old.name]
+            self._workers_changed()
+            if worker.address is None:
+                await self._start_worker(worker)
+
+    async def _drain(self, old: InheritedWorker) -> None:
+        """Have the sessions of an inherited worker migrate to those that routers know of. Raises HoldfastError."""
+        router = next((router for router in self._routers if router.serves), None)
+        if router is None:
+            raise NoWorkerAvailable(f"no router serves that could drain {old.address.name}")
+        await router.set_workers(self.addresses(), self._epoch)
+        while old.runs():
+            try:
+                await router.drain(old.address.name, self._drain_timeout_s)
+                return
+            except WorkerNotFound:
+                await asyncio.sleep(READY_POLL_S)  # not reached yet, or it is just dying
 
     async def _watch_router(self, router: RouterComponent) -> None:
         """Announce the workers to the router until it fails, and start another."""

@@ -31,8 +31,10 @@ class RouterActor:
         self._stopped = asyncio.Event()
         self._ports: tuple[int, int] | None = None
 
-    async def start(self, workers: list[WorkerAddress], epoch: int, journal_url: str | None) -> tuple[int, int]:
-        """Start to serve. Returns the HTTP and the gRPC port."""
+    async def start(
+        self, workers: list[WorkerAddress], epoch: int, journal_url: str | None, *, shares_ports: bool
+    ) -> tuple[int, int]:
+        """Start to serve. Returns the HTTP and the gRPC port. ``shares_ports``: see ``RouterServer.start``."""
         # Keep transformers from importing torch, which takes 270 MB and most of the start's time, and which
         # a router does not use.
         sys.modules["torch"] = None  # type: ignore[assignment]  # None makes `import torch` fail
@@ -43,7 +45,7 @@ class RouterActor:
         control_plane = ray.get_runtime_context().gcs_address
         self._server = RouterServer(replace(self._config, control_plane=control_plane, journal_url=journal_url))
         await self._server.set_workers(workers, epoch)
-        self._ports = await self._server.start()
+        self._ports = await self._server.start(shares_ports=shares_ports)
         # What was loaded stays: streams need not wait while garbage is looked for among it.
         gc.collect()
         gc.freeze()
@@ -70,6 +72,19 @@ class RouterActor:
     async def rebalance(self, max_sessions: int) -> int:
         """Migrate idle sessions from a worker with many to one with few. Returns how many were migrated."""
         return await self._server.core.migrator.rebalance(max_sessions)
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Have a worker admit no more turns, and migrate its sessions to the others. See ``Migrator.drain``."""
+        await self._server.core.migrator.drain(name, timeout_s)
+
+    async def share_ports(self) -> None:
+        """Another router is to start on this one's ports, which retires then."""
+        self._server.share_ports()
+
+    async def retire(self) -> None:
+        """Returns when the last turn has ended: connections are another router's from now on."""
+        await self._server.retire()
+        self._stopped.set()
 
     async def wait(self) -> None:
         """Returns when the router was stopped. Ray raises ActorDiedError when its process died."""

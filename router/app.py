@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ from router.access.certificate import ServedCertificate
 from router.access.keys import Keyring
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.connections import SEND_BUFFER_BYTES, http_settings
+from router.connections import http_settings
 from router.core import RouterCore
 from router.faces.grpc_service import SessionServer
 from router.faces.http_app import http_app
@@ -29,12 +28,16 @@ from router.fleet.link import WorkerAddress
 from router.journal.interface import Journal
 from router.journal.redis import RedisJournal
 from router.journal.sqlite import SqliteJournal
+from router.listening import listen, share_port
 from router.metrics import Metrics
 from router.text import TextCodec
 
 SERVICE = "holdfast.v1.SessionService"
 MAX_STREAMS = 1024
 """Calls at once of one gRPC connection; further ones wait."""
+RETIRE_POLL_S = 0.1
+LAST = (b"connection", b"close")
+"""A header of answers after which the connection ends."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -43,21 +46,6 @@ class _HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind the HTTP port before anything starts: uvicorn would end the process on a failure."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # IPPROTO_TCP is explicit, because asyncio disables Nagle's algorithm only on sockets that say so.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # its connections have it from here
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"port: {port} of {host} cannot be bound: {error.strerror}") from None
-    return listener
 
 
 def _certificate(config: RouterConfig) -> ServedCertificate | None:
@@ -90,10 +78,14 @@ class RouterServer:
         self._journal: Journal = _journal(config, keyring)
         self._certificate = _certificate(config)
         self._keeping: asyncio.Task[None] | None = None
+        self._ports = (0, 0)
         self.core = RouterCore(config, self._journal, TextCodec(config.model), Metrics(), keyring)
 
-    async def start(self) -> tuple[int, int]:
-        """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0."""
+    async def start(self, *, shares_ports: bool = False) -> tuple[int, int]:
+        """Start to serve. Returns the HTTP and the gRPC port, which the system chooses if configured as 0.
+
+        ``shares_ports``: they are those of a router that shares them (``share_ports``) and is to retire.
+        """
         await self._journal.start()
         self.core.start()
         limits = {
@@ -101,14 +93,14 @@ class RouterServer:
             "grpc.max_concurrent_streams": MAX_STREAMS,
             "grpc.compression_enabled_algorithms_bitset": 1,  # none: a message is measured after it was unpacked
         }
-        options = list((dict(SERVER_OPTIONS) | limits).items())
+        options = list((dict(SERVER_OPTIONS) | limits | {"grpc.so_reuseport": int(shares_ports)}).items())
         self._grpc = grpc.aio.server(options=options, interceptors=[Strangers(self.config.client_timeout_s)])
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionServer(self.core), self._grpc)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._grpc)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection(names, self._grpc)
-        listener = _listen(self.config.host, self.config.port)
+        listener = listen(self.config.host, self.config.port, shared=shares_ports)
         try:
             grpc_port = self._listen_grpc(f"{self.config.host}:{self.config.grpc_port}")
         except RuntimeError:
@@ -129,7 +121,14 @@ class RouterServer:
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
         while not self._http.started:
             await asyncio.sleep(0.01)
-        return listener.getsockname()[1], grpc_port
+        self._ports = (listener.getsockname()[1], grpc_port)
+        self.share_ports(False)
+        return self._ports
+
+    def share_ports(self, shared: bool = True) -> None:
+        """Let another router start on this one's ports, or no longer."""
+        for port in self._ports:
+            share_port(port, shared)
 
     def _listen_grpc(self, address: str) -> int:
         if self._certificate is None:
@@ -143,12 +142,36 @@ class RouterServer:
     async def stop(self) -> None:
         """Give live turns ``drain_timeout_s`` to end, then close everything."""
         self.core.live.closing = True
-        if self._keeping is not None:
-            self._keeping.cancel()
         await self._batches.stop()
         self._http.should_exit = True
         await asyncio.gather(
             self._http_task, self._grpc.stop(grace=self.config.drain_timeout_s), return_exceptions=True
         )
+        await self._close()
+
+    async def retire(self) -> None:
+        """Take no connection any more, as another router serves on these ports; close when the last turn has ended.
+
+        Idle connections are not cut, as their clients may just be sending: each has an answer more, or its time-out.
+        """
+        self.share_ports(False)  # from here on, new connections are the other's
+        for server in self._http.servers:
+            server.close()
+        state, loop = self._http.server_state, asyncio.get_running_loop()
+        self._http.config.encoded_headers.append(LAST)  # from uvicorn's next second on
+        state.default_headers.append(LAST)
+        ending = asyncio.create_task(self._grpc.stop(grace=self.config.turn_deadline_s))
+        await self._batches.stop()
+        deadline = loop.time() + self.config.turn_deadline_s
+        while state.connections and loop.time() < deadline:
+            await asyncio.sleep(RETIRE_POLL_S)
+        await ending
+        self._http.should_exit = True
+        await asyncio.gather(self._http_task, return_exceptions=True)
+        await self._close()
+
+    async def _close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         await self.core.close()
         await self._journal.close()

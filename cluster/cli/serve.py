@@ -14,7 +14,7 @@ import click
 
 from cluster.cli.supervised import joined, own_node, serve_supervised
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
-from cluster.guard import run_guarded
+from cluster.guard import Generation, run_guarded
 from cluster.ray_backend.nodes import gcs_storage
 from holdfast.errors import ConfigError, HoldfastError
 from router.journal.sqlite_file import check_writable
@@ -85,7 +85,11 @@ def serve(config_file: Path | None, detach: bool, **flags: Any) -> None:
         raise ConfigError("detach: needs the address of a Ray cluster, which the processes run on")
     with gcs_storage() as storage:
         on_ray = joined if config.address is not None else partial(own_node, gcs_storage=storage)
-        code = run_guarded(lambda: _run(serve_supervised(config, on_ray(config), detach)), config.drain_timeout_s)
+
+        def run(generation: Generation) -> None:
+            _run(serve_supervised(config, on_ray(config), generation, detach))
+
+        code = run_guarded(run, config.drain_timeout_s)
     remove_stale()
     sys.exit(code)
 

@@ -19,37 +19,64 @@ import click
 
 from cluster.cli.client import ray_address, url_option
 from cluster.config import Config
+from cluster.guard import Generation
 from cluster.ray_backend.nodes import keep_gcs_state, prepare_environment, use_token
 from cluster.ray_backend.output import ray_output
 from holdfast.errors import ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     from cluster.ray_backend.cluster import Charge
+    from cluster.ray_backend.succession import Inheritance
     from cluster.ray_backend.supervisor_actor import SupervisorState
 
 SUPERVISORS_CHECK_S = 2.0
 
 
-async def serve_supervised(config: Config, on_ray: AbstractAsyncContextManager[None], detach: bool = False) -> None:
-    """Start the cluster, or find it where it runs already; wait for a signal, then stop it.
+async def serve_supervised(
+    config: Config, on_ray: AbstractAsyncContextManager[asyncio.Event], generation: Generation, detach: bool = False
+) -> None:
+    """Start the cluster, find it where it runs already, or take it over; wait for a signal, then stop it.
 
-    ``on_ray``: this process is a client of Ray within. ``detach``: leave the cluster running as soon as it serves.
-    Raises HoldfastError.
+    ``on_ray``: this process is a client of Ray within; yields what is set when the cluster needs another Ray node.
+    ``detach``: leave the cluster running as soon as it serves. Raises HoldfastError.
     """
     with ray_output(config.ray_log_path) as stdout:
-        async with on_ray:
+        async with on_ray as lost:
+            from cluster.ray_backend.processes import end_at_once
+            from cluster.ray_backend.succession import Inheritance
             from cluster.ray_backend.supervisor_actor import stop_cluster
 
             stop = _stop_signal()  # after Ray has set its own
-            attached = await _first_of(_start_or_attach(config), stop)
+            before = await Inheritance.of(generation.predecessor) if generation.predecessor is not None else None
+            start = _start_or_attach(config) if before is None else _take_over(before)
+            attached = await _first_of(start, stop, lost)
             if attached is not None:
                 charge, state = attached
                 click.echo(f"ready: {' '.join(state.urls)} {' '.join(state.grpc_urls)}", file=stdout)
                 click.echo(f"Ray's messages: {config.ray_log_path}", file=stdout)
                 if detach:
                     return
-                await _first_of(keep_supervisors(charge), stop)
+                taking = asyncio.create_task(before.take()) if before is not None else None
+                supervisors: list[Any] = []
+                await _first_of(keep_supervisors(charge, supervisors), stop, lost)
+                if taking is not None:
+                    taking.cancel()
+                if lost.is_set() and not stop.is_set():
+                    await _hand_over(supervisors, generation, stop, config.drain_timeout_s)
+            if lost.is_set():
+                end_at_once("the GCS has lost its state, and nothing can be stopped in order")
             await stop_cluster()
+
+
+async def _hand_over(
+    supervisors: list[Any], generation: Generation, stop: asyncio.Event, drain_timeout_s: float
+) -> None:
+    """Hand the cluster over to its next generation, and end this process, or at the signal to stop."""
+    from cluster.ray_backend.succession import Bequest, hand_over
+
+    bequest = Bequest(supervisors)
+    await _first_of(hand_over(bequest, generation.ask_for_next), stop)
+    await bequest.end_turns(drain_timeout_s)
 
 
 @click.command()
@@ -76,8 +103,10 @@ async def _stop_at(config: Config, force: bool) -> None:
 
 
 @contextlib.asynccontextmanager
-async def joined(config: Config) -> AsyncIterator[None]:
+async def joined(config: Config) -> AsyncIterator[asyncio.Event]:
     """This process is a client of the Ray cluster at ``config.address`` meanwhile. Raises ConfigError.
+
+    Yields what nobody sets: its GCS is somebody else's affair.
 
     Import ``ray`` within: it reads the environment then.
     """
@@ -89,17 +118,17 @@ async def joined(config: Config) -> AsyncIterator[None]:
     import ray
 
     try:
-        yield
+        yield asyncio.Event()
     finally:
         ray.shutdown()
 
 
 @contextlib.asynccontextmanager
-async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[None]:
+async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[asyncio.Event]:
     """This process has started a Ray node meanwhile, and is its client. Raises ConfigError, HoldfastError.
 
-    ``gcs_storage``: a folder for the GCS's state, if its death is our affair. When the node is lost, and with it all
-    that runs here, or the GCS's state, this process ends at once. Import ``ray`` within.
+    ``gcs_storage``: a folder for the GCS's state, if its death is our affair. Yields what is set when that state is
+    lost. When the node is lost, and with it all that runs here, this process ends at once. Import ``ray`` within.
     """
     prepare_environment()
     if gcs_storage is not None:
@@ -111,10 +140,13 @@ async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[No
     connect(config)
     import ray
 
-    keeper = GcsKeeper(on_lost=end_at_once) if gcs_storage is not None else None
+    lost, loop = asyncio.Event(), asyncio.get_running_loop()
+    keeper = None
+    if gcs_storage is not None:
+        keeper = GcsKeeper(on_lost=lambda: loop.call_soon_threadsafe(lost.set), on_another=end_at_once)
     watching = asyncio.create_task(end_with_raylet())
     try:
-        yield
+        yield lost
     finally:
         watching.cancel()
         if keeper is not None:
@@ -129,22 +161,22 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _first_of(work: Any, stop: asyncio.Event) -> Any:
-    """The result of ``work``, or None after the signal to stop."""
-    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def _first_of(work: Any, *events: asyncio.Event) -> Any:
+    """The result of ``work``, or None after one of the events."""
+    working, *waits = map(asyncio.ensure_future, (work, *(event.wait() for event in events)))
     try:
-        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, *waits), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, stopped):
+        for task in (working, *waits):
             task.cancel()
-        await asyncio.gather(working, stopped, return_exceptions=True)
+        await asyncio.gather(working, *waits, return_exceptions=True)
 
 
-async def keep_supervisors(charge: Charge) -> None:
+async def keep_supervisors(charge: Charge, known: list[Any]) -> None:
     """Start a supervisor when there is none any more: each starts another, but both may be lost at once.
 
-    Returns when the cluster was stopped.
+    ``known``: becomes those that were found last. Returns when the cluster was stopped.
     """
     from cluster.ray_backend.cluster import was_stopped
     from cluster.ray_backend.processes import answer_of, find_actor
@@ -155,7 +187,8 @@ async def keep_supervisors(charge: Charge) -> None:
         try:
             # In a thread: a call of Ray's waits for a GCS that is gone.
             found = [await asyncio.to_thread(find_actor, slot) for slot in SLOTS]
-            supervisor = next((actor for actor in found if actor is not None), None)
+            known[:] = [actor for actor in found if actor is not None]
+            supervisor = next(iter(known), None)
             if supervisor is None and await asyncio.to_thread(was_stopped):
                 print("holdfast: the cluster was stopped", file=sys.stderr, flush=True)
                 return
@@ -165,6 +198,15 @@ async def keep_supervisors(charge: Charge) -> None:
             charge = await answer_of(supervisor.charge.remote()) or charge  # an upgrade changes it
         except HoldfastError as error:
             print(f"holdfast: {error.message}", file=sys.stderr, flush=True)
+
+
+async def _take_over(before: Inheritance) -> tuple[Charge, SupervisorState]:
+    """Returns when the cluster's routers serve from here. Raises HoldfastError."""
+    from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor, wait_until_ready
+
+    charge = (await before.charge()).from_here()
+    await start_supervisor(charge, SLOTS[0], charge.node)
+    return charge, await wait_until_ready()
 
 
 async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:

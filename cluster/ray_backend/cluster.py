@@ -15,6 +15,7 @@ from cluster.authority import RENEW_S, Authority, SealedAuthority, read_issuer
 from cluster.config import Config
 from cluster.leadership import Leadership
 from cluster.ray_backend.connect import LOOPBACK
+from cluster.ray_backend.inherited import Inherited
 from cluster.ray_backend.node_stores import NodeStores
 from cluster.ray_backend.router_process import RouterProcess
 from cluster.ray_backend.worker_group import WorkerGroup
@@ -39,7 +40,8 @@ CLUSTER_ID, STOPPED = b"holdfast:cluster-id", b"holdfast:stopped"
 class Charge:
     """What all supervisors of a cluster know. ``node``: where its routers are; ``kv_folder``: of its KV stores;
     ``renew_s``: from one renewal of its certificates to the next; ``before``: what workers may still have that were not
-    restarted since the last upgrade; ``ports``: of each router, HTTP and gRPC, once they have been chosen.
+    restarted since the last upgrade; ``ports``: of each router, HTTP and gRPC, once they have been chosen;
+    ``inherited``: workers of the generation before, whose routers share their ports with this one's.
     """
 
     config: Config
@@ -49,6 +51,7 @@ class Charge:
     renew_s: float = RENEW_S
     before: Config | None = None
     ports: tuple[tuple[int, int], ...] = ()
+    inherited: tuple[Inherited, ...] = ()
 
     def router(self, index: int) -> RouterConfig:
         """The settings of router number ``index``."""
@@ -57,6 +60,10 @@ class Charge:
             return config
         port, grpc_port = self.ports[index]
         return replace(config, port=port, grpc_port=grpc_port)
+
+    def from_here(self) -> Charge:
+        """The same cluster's, from this node."""
+        return replace(self, node=ray.get_runtime_context().get_node_id())
 
     @classmethod
     def new(cls, config: Config) -> Charge:
@@ -115,7 +122,14 @@ class Cluster:
             engine.device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks
         )
         self.routers = [
-            RouterProcess(i, charge.router(i), self._issue, node=charge.node, detached=detached)
+            RouterProcess(
+                i,
+                charge.router(i),
+                self._issue,
+                node=charge.node,
+                detached=detached,
+                shares_ports=bool(charge.inherited),
+            )
             for i in range(config.routers)
         ]
         host = LOOPBACK if config.address is None else None
@@ -140,6 +154,8 @@ class Cluster:
             rebalance_per_s=config.rebalance_per_s,
             stores=self._stores,
             leadership=leadership,
+            inherited=charge.inherited,
+            drain_timeout_s=config.drain_timeout_s,
         )
 
     @property
@@ -169,6 +185,15 @@ class Cluster:
     def worker_addresses(self) -> list[WorkerAddress]:
         """The workers that serve now."""
         return self._supervisor.addresses()
+
+    @property
+    def num_inherited(self) -> int:
+        """Workers of the generation before that serve yet."""
+        return self._supervisor.num_inherited
+
+    def to_inherit(self) -> tuple[Inherited, ...]:
+        """The workers that serve now, for the next generation."""
+        return tuple(worker.to_inherit() for worker in self.workers if worker.address is not None)
 
     async def start(self) -> None:
         """Start everything; returns when the routers reach every worker. Raises HoldfastError."""

@@ -2,13 +2,15 @@
 
 Its state lies on the disk (``nodes.gcs_storage``). A GCS that finds the state of the one before it, at the same
 address, goes on with the same nodes, actors and placement groups; routers and ranks do not notice. Where the state is
-lost too, nothing that runs could be found or started again: the node is started anew.
+lost too, no GCS is started at that address: all that runs there would end, as it is another cluster's. It serves on
+without one, and is handed over to a Ray node beside it (``succession``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import subprocess
 import tempfile
 import threading
@@ -31,9 +33,12 @@ log = logging.getLogger("holdfast.cluster")
 POLL_S = 0.2
 NUM_UNANSWERED = 10
 """Checks in a row without an answer, each of ``TIMEOUT_S``, after which a GCS hangs."""
-LOST = "has lost its state"
+LOST = "has another cluster's state"
 NUM_FAILED_STARTS = 5
-"""Starts in a row of which none answers, after which the state on the disk is taken for damaged."""
+"""Starts in a row of which none answers, after which one is tried without the state on the disk."""
+WITNESS = "CURRENT"
+"""A file that each database of RocksDB has."""
+TRIAL_S = 10.0
 STOP_TIMEOUT_S = 5.0
 
 
@@ -42,21 +47,19 @@ class GcsKeeper:
 
     It works in a thread: calls of Ray's API block the event loop for as long as there is no GCS.
 
-    ``on_lost`` is called there, with the reason, when a GCS was started again without the state of the one before it.
-    Nothing keeps it then.
+    ``on_lost`` is called there when its state is lost, so that none can be started that knows what runs. Nothing keeps
+    it then. ``on_another``: as well, with the reason, when one was started without that state all the same.
     """
 
-    def __init__(self, on_lost: Callable[[str], None]) -> None:
-        self._on_lost = on_lost
+    def __init__(self, on_lost: Callable[[], object], on_another: Callable[[str], None]) -> None:
+        self._on_lost, self._on_another = on_lost, on_another
         self._address = ray.get_runtime_context().gcs_address
         self._cluster_id: Any = None
         self._num_failed = 0
         self.process: psutil.Process
         """The GCS that runs now, or ran last."""
         (self.process,) = (child for child in psutil.Process().children() if child.name() == "gcs_server")
-        port = f"--gcs_server_port={self._address.rpartition(':')[2]}"
-        words = self.process.cmdline()
-        self._command = [port if word.startswith("--gcs_server_port=") else word for word in words]
+        self._command = self.process.cmdline()
         self._environment: dict[str, str] = self.process.environ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="gcs-keeper", daemon=True)
@@ -71,12 +74,17 @@ class GcsKeeper:
         while not self._stopped.is_set():
             reason = self._failure()
             if reason == LOST:
-                self._on_lost("the GCS was started again, and its state is lost")
+                self._on_another(f"the GCS was started again, and it {reason}")
                 return
             if not self._stopped.is_set():
                 log.warning("the GCS %s; starting it again", reason)
                 try:
-                    self._start()
+                    self._end()
+                    if self._state_is_lost():
+                        log.error("the state of the GCS is lost")
+                        self._on_lost()
+                        return
+                    self.process = self._start(self._address, self._environment)
                 except (OSError, psutil.Error):
                     log.exception("the GCS does not start; retrying")
                 self._stopped.wait(CHECK_EVERY_S)  # one that cannot start does not spin
@@ -118,21 +126,42 @@ class GcsKeeper:
             self._cluster_id = found
         return bool(found != self._cluster_id)
 
-    def _environment_of_next(self) -> dict[str, str]:
-        """One in so many starts is tried without the state. What does not run even then does not fail for its state,
-        as on a full disk, and finds it when there is room again.
-        """
-        if not self._num_failed or self._num_failed % NUM_FAILED_STARTS or STORAGE_PATH not in self._environment:
-            return self._environment
-        log.error("the GCS has not started %d times; starting it without its state", self._num_failed)
-        folder = Path(self._environment[STORAGE_PATH]).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        return self._environment | {STORAGE_PATH: tempfile.mkdtemp(dir=folder)}
+    def _state_is_lost(self) -> bool:
+        """Whether there is none on the disk, or one that no GCS starts with.
 
-    def _start(self) -> None:
+        What does not run without the state either does not fail for its state, as on a full disk, and finds it when
+        there is room again.
+        """
+        if not any(Path(self._environment[STORAGE_PATH]).rglob(WITNESS)):
+            return True
+        if not self._num_failed or self._num_failed % NUM_FAILED_STARTS:
+            return False
+        log.error("the GCS has not started %d times; trying one without its state", self._num_failed)
+        return self._runs_without_state()
+
+    def _runs_without_state(self) -> bool:
+        """At another address, where nothing that runs finds it."""
+        with tempfile.TemporaryDirectory(dir=Path(self._environment[STORAGE_PATH]).parent) as folder:
+            with socket.create_server((self._address.rpartition(":")[0], 0)) as free:
+                address = f"{free.getsockname()[0]}:{free.getsockname()[1]}"
+            trial = self._start(address, self._environment | {STORAGE_PATH: folder})
+            try:
+                with grpc.insecure_channel(address) as channel:
+                    grpc.channel_ready_future(channel).result(TRIAL_S)
+                return runs(trial)
+            except grpc.FutureTimeoutError:
+                return False
+            finally:
+                trial.kill()
+                trial.wait(STOP_TIMEOUT_S)
+
+    def _end(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.kill()  # one that hangs has the port, and the storage's lock
             self.process.wait(STOP_TIMEOUT_S)
+
+    def _start(self, address: str, environment: dict[str, str]) -> psutil.Popen:
+        port = f"--gcs_server_port={address.rpartition(':')[2]}"
+        command = [port if word.startswith("--gcs_server_port=") else word for word in self._command]
         quiet = subprocess.DEVNULL
-        environment = self._environment_of_next()
-        self.process = psutil.Popen(self._command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)
+        return psutil.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import psutil
@@ -106,7 +106,7 @@ async def end_with_raylet() -> None:
     end_at_once("the raylet of this machine is gone, and all that runs on it")
 
 
-def end_at_once(reason: str) -> None:
+def end_at_once(reason: str) -> NoReturn:
     """End this process, and with it what it has started."""
     log.critical("%s", reason)
     os._exit(1)

@@ -41,10 +41,18 @@ class RouterProcess:
     """
 
     def __init__(
-        self, index: int, config: RouterConfig, issue: Callable[[str], Identity | None], *, node: str, detached: bool
+        self,
+        index: int,
+        config: RouterConfig,
+        issue: Callable[[str], Identity | None],
+        *,
+        node: str,
+        detached: bool,
+        shares_ports: bool,
     ) -> None:
+        """``shares_ports``: a router of the generation before may still listen on them."""
         self.index, self._issue = index, issue
-        self._node, self._detached = node, detached
+        self._node, self._detached, self._shares_ports = node, detached, shares_ports
         self.name = f"router {index}"
         self.config = config
         self.serves = False
@@ -77,7 +85,8 @@ class RouterProcess:
                 raise
             self._process = await self._actor.process.remote()
             await self.renew()
-            self._serves(*await self._actor.start.remote(workers, epoch, self.config.journal_url))
+            started = self._actor.start.remote(workers, epoch, self.config.journal_url, shares_ports=self._shares_ports)
+            self._serves(*await started)
 
     @property
     def actor_name(self) -> str:
@@ -111,6 +120,20 @@ class RouterProcess:
         with ray_errors(f"{self.name} does not answer"):
             num_migrated: int = await self._actor.rebalance.remote(max_sessions)
             return num_migrated
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        with ray_errors(f"{self.name} does not answer"):
+            await self._actor.drain.remote(name, timeout_s)
+
+    async def share_ports(self) -> None:
+        """Let a router of the next generation start on its ports."""
+        with ray_errors(f"{self.name} does not answer"):
+            await self._actor.share_ports.remote()
+
+    async def retire(self) -> None:
+        """Returns when its last turn has ended: new ones are the next generation's."""
+        with ray_errors(f"{self.name} does not answer"):
+            await self._actor.retire.remote()
 
     async def failed(self) -> str:
         """Returns when the process died, or has not answered for ``SILENCE_S``: a stopped process does not die."""

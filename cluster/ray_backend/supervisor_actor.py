@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +31,10 @@ from cluster.ray_backend.processes import (
     on_node,
     ray_errors,
 )
+from cluster.ray_backend.router_process import RouterProcess
 from holdfast.errors import HoldfastError, NoWorkerAvailable, StaleEpoch
 from holdfast.processes import NodeProcess
+from router.fleet.link import WorkerAddress
 from router.journal.supervision import LeaseStore, RedisLease, SqliteLease
 from workers.store.folders import remove_stale
 
@@ -62,6 +65,15 @@ class SupervisorState:
     error: HoldfastError | None = None
     urls: tuple[str, ...] = ()
     grpc_urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersNow:
+    """The workers that serve, ``num_inherited`` of them the generation before's. ``epoch``: of who says so."""
+
+    addresses: tuple[WorkerAddress, ...]
+    num_inherited: int
+    epoch: int
 
 
 @ray.remote
@@ -119,6 +131,46 @@ class SupervisorActor:
         await self._leases.close()
         # Nobody may be left to end this process: whoever asked for the stop may be gone.
         asyncio.get_running_loop().call_later(EXIT_S, os._exit, 0)
+
+    async def hand_over(self) -> Charge:
+        """Lead no longer: the cluster's next generation does, with what this returns. All that runs here serves on.
+
+        Call when no other supervisor of this generation is left. Raises StaleEpoch if another leads, NoWorkerAvailable
+        while the cluster is not whole yet.
+        """
+        self._leadership.check()
+        cluster = self._cluster
+        if cluster is None or cluster.num_inherited:
+            raise NoWorkerAvailable("the cluster is just starting")
+        charge = replace(self._charge, inherited=cluster.to_inherit())
+        self._standing.cancel()
+        await asyncio.gather(self._standing, return_exceptions=True)
+        self._retiring = cluster.routers
+        await asyncio.gather(*(router.share_ports() for router in self._retiring))
+        await self._leadership.give_up()
+        return charge
+
+    async def announce(self, workers: list[WorkerAddress], epoch: int) -> None:
+        """Tell routers that have been handed over of the workers there are now."""
+        await self._ask_retiring(lambda router: router.set_workers(workers, epoch))
+
+    async def retire(self) -> None:
+        """Returns when the last turn of the routers that have been handed over has ended; others take new ones."""
+        await self._ask_retiring(lambda router: router.retire())
+
+    async def _ask_retiring(self, ask: Callable[[RouterProcess], Coroutine[Any, Any, None]]) -> None:
+        asked = await asyncio.gather(*map(ask, self._retiring), return_exceptions=True)
+        for error in asked:
+            if error is not None:  # it has retired, or was lost: its turns are resumed at the next generation's
+                log.info("a router of the generation before: %s", error)
+
+    async def workers(self) -> WorkersNow:
+        """Which there are. Raises StaleEpoch if another leads, NoWorkerAvailable while nothing serves."""
+        self._leadership.check()
+        if self._cluster is None:
+            raise NoWorkerAvailable("the cluster does not serve yet")
+        addresses = tuple(self._cluster.worker_addresses())
+        return WorkersNow(addresses, self._cluster.num_inherited, self._leadership.epoch)
 
     async def _tell_all(self, charge: Charge) -> None:
         """Both supervisors lead with this from now on: first the one that stands by."""

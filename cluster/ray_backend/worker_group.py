@@ -15,6 +15,7 @@ from ray.util import get_placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.ray_backend.inherited import Inherited
 from cluster.ray_backend.processes import (
     actor_options,
     answer_of,
@@ -152,6 +153,11 @@ class WorkerGroup:
             await asyncio.gather(*calls, return_exceptions=True)
         await self.end()
         self.remove_placement()
+
+    def to_inherit(self) -> Inherited:
+        """The incarnation that serves, for the cluster's next generation."""
+        assert self.address is not None, "it serves"
+        return Inherited(self.address, tuple(self._processes), has_room="GPU" not in self._bundle)
 
     def nodes(self) -> list[str]:
         """The nodes of the incarnation's ranks, by their ids."""

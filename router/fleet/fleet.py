@@ -67,9 +67,12 @@ class Fleet:
         return [link for link in self.alive() if not link.stats.draining]
 
     def worker(self, worker_id: str) -> WorkerLink:
-        """The living incarnation of a worker. Raises WorkerNotFound."""
-        links = self.alive()
-        found = next((link for link in links if link.address.worker_id == worker_id), None)
+        """The living incarnation of a worker, the latest if there are several; or that of a pin's name.
+
+        Raises WorkerNotFound.
+        """
+        links = sorted(self.alive(), key=lambda link: -link.address.incarnation)
+        found = next((link for link in links if worker_id in (link.address.worker_id, link.name)), None)
         if found is None:
             names = ", ".join(sorted(link.address.worker_id for link in links))
             raise WorkerNotFound(f"no worker {worker_id} is alive; alive: {names or 'none'}")

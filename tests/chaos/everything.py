@@ -147,7 +147,7 @@ async def _play(
         charge = replace(Charge.new(config), renew_s=RENEW_S)
         await start_supervisor(charge, SLOTS[0], charge.node)
         urls = (await asyncio.wait_for(wait_until_ready(), START_DEADLINE_S)).urls
-        waiting = asyncio.create_task(keep_supervisors(charge))
+        waiting = asyncio.create_task(keep_supervisors(charge, []))
         chaos = Chaos(list(urls), seed, faults)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         report = (await chaos.run(num_faults)).as_dict()

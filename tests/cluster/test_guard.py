@@ -19,7 +19,7 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from cluster.guard import run_guarded
 
-def run():
+def run(generation):
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     stopped = []
     def stop(number, frame):
@@ -102,7 +102,7 @@ def test_the_child_s_exit_code_is_the_guard_s() -> None:
 
 
 def test_a_child_that_fails_tells_why(tmp_path: Path) -> None:
-    program = "import sys\nfrom cluster.guard import run_guarded\nsys.exit(run_guarded(lambda: 1 / 0, 1.0))"
+    program = "import sys\nfrom cluster.guard import run_guarded\nsys.exit(run_guarded(lambda generation: 1 / 0, 1.0))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
@@ -132,7 +132,7 @@ def test_a_child_that_a_library_ends_is_started_again(tmp_path: Path) -> None:
 import os, pathlib, sys
 from cluster.guard import run_guarded
 
-def run():
+def run(generation):
     ended = pathlib.Path({str(tmp_path / "ended")!r})
     if ended.exists():
         sys.exit(5)

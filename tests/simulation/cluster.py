@@ -47,7 +47,13 @@ from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 from tests.simulation.model import SimulatedRank
 from tests.simulation.network import NOBODY, Network
 from tests.simulation.store import FailingSegments, SimulatedClient, Stores, store_address
-from tests.simulation.supervised import START_TIMEOUT_S, SupervisedRouter, SupervisedWorker, SupervisorSlot
+from tests.simulation.supervised import (
+    START_TIMEOUT_S,
+    SimulatedInherited,
+    SupervisedRouter,
+    SupervisedWorker,
+    SupervisorSlot,
+)
 from tests.simulation.world import World
 
 MIN_LOAD_TOKENS = 6
@@ -73,8 +79,10 @@ class Cluster(World):
         self.routers = [Router(self, i) for i in range(len(ROUTER_PORTS))]
         self.workers = [Worker(self, i, tp) for i in range(2)]
         self.stores = Stores(self, disks)
-        given = (self.workers, self.routers, self.stores)
+        given = (self.routers, self.stores)
         self._slots = [SupervisorSlot(self, i, *given) for i in range(num_supervisors)] if num_supervisors > 1 else []
+        self._inherited: list[SimulatedInherited] = []
+        self._before: list[Worker] = []
 
     @property
     def has_standby(self) -> bool:
@@ -90,7 +98,7 @@ class Cluster(World):
         """Start everything, as often as it takes."""
         if self._slots:
             for slot in self._slots:
-                slot.start()
+                slot.start(self.workers, self._inherited)
             self.supervisors = [slot.process for slot in self._slots]
             return
         ends_at = self.loop.time() + START_WITHIN_S
@@ -120,9 +128,27 @@ class Cluster(World):
             await asyncio.sleep(SUPERVISOR_CHECK_S)
             for slot in self._slots:
                 if not slot.process.alive:
-                    slot.start()
+                    slot.start(self.workers, self._inherited)
             if self._slots:
                 self.supervisors = [slot.process for slot in self._slots]
+
+    def next_generation(self) -> None:
+        """Other supervisors, which start workers of their own beside those that there are, and end those."""
+        if any(worker.runs() for worker in self._inherited):
+            return  # one after another
+        self.trace("the next generation takes over")
+        has_room = self.rng.random() < 0.7
+        serving = [worker for worker in self.workers if worker.address is not None and worker.is_taken()]
+        self._inherited = [SimulatedInherited(worker, has_room) for worker in serving]
+        self._before, before = self.workers, self.workers
+        self.workers = [Worker(self, worker.index, worker.size, worker) for worker in before]
+        for worker in before:
+            for rank in worker.ranks if worker not in serving else ():
+                self.kill(rank)  # it was just starting: nobody takes it over
+        for slot in self._slots:
+            self.kill(slot.process)
+            slot.start(self.workers, self._inherited)
+        self.supervisors = [slot.process for slot in self._slots]
 
     def restart(self) -> None:
         """All is killed, as in a power cut, and started again over the same journal."""
@@ -132,8 +158,11 @@ class Cluster(World):
     # ---- processes ----------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        ranks = [rank for worker in self.workers for rank in worker.ranks]
-        return [*(r.process for r in self.routers if r.incarnation), *ranks, *self.stores.processes]
+        return [*(r.process for r in self.routers if r.incarnation), *self.ranks(), *self.stores.processes]
+
+    def ranks(self) -> list[Process]:
+        """Also those of the generation before."""
+        return [rank for worker in (*self._before, *self.workers) for rank in worker.ranks]
 
     def kill_all(self) -> None:
         for process in [*self.supervisors, *self.processes()]:

@@ -146,12 +146,14 @@ class Router:
 
 
 class Worker:
-    """A worker, and the processes of its ranks."""
+    """A worker, and the processes of its ranks. ``before``: of the cluster's generation before, if there was one."""
 
-    def __init__(self, world: World, index: int, size: int) -> None:
-        self.world = world
-        self.name, self.host, self.size = f"w{index}", f"worker{index}", size
-        self.incarnation = 0
+    def __init__(self, world: World, index: int, size: int, before: Worker | None = None) -> None:
+        self.world, self.index = world, index
+        self.name, self.size = f"w{index}", size
+        # Another machine's name: its processes have the ports of one that serves beside them.
+        self.host = f"{before.host}'" if before is not None else f"worker{index}"
+        self.incarnation = before.incarnation if before is not None else 0
         self.ranks: list[Process] = []
         self.leader: WorkerServer | None = None
         self.followers: list[RankServer] = []

@@ -37,7 +37,7 @@ class Faults:
         if cluster.stores.have_disks:
             self._kinds += [(self.damage_disk, 4), (self.store_disk_fails, 2)]
         if cluster.has_standby:
-            self._kinds.append((self.supervisor_fails, 8))
+            self._kinds += [(self.supervisor_fails, 8), (cluster.next_generation, 3)]
         # Some strike between any two callbacks, the rest at any time.
         self._at_callbacks = sorted(rng.randrange(*CALLBACKS) for _ in range(count // 2))
         self._at_times = sorted(rng.uniform(0.5, 15.0) for _ in range(count - count // 2))
@@ -120,7 +120,7 @@ class Faults:
 
     def cut(self) -> None:
         hosts = [router.host for router in self.cluster.routers]
-        ranks = [rank.host for worker in self.cluster.workers for rank in worker.ranks]
+        ranks = [process.host for process in self.cluster.ranks()]
         supervisors = [process.host for process in self.cluster.supervisors]
         one, other = self.rng.choice([*hosts, *ranks, *supervisors]), self.rng.choice(ranks)
         ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))

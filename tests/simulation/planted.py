@@ -146,6 +146,10 @@ async def _adopt_nothing(self: Supervisor) -> bool:
     return False
 
 
+async def _drains_nothing(self: Supervisor, old: Any) -> None:
+    return
+
+
 async def _migrate_none(self: Migrator, source: Any, report: Any, *, patience_s: float = 0.0) -> None:
     return
 
@@ -206,6 +210,9 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a supervisor acts without its lease": lambda: mock.patch.object(Leadership, "check", lambda self: None),
     "a supervisor renews the lease of another": lambda: mock.patch.object(SqliteLease, "renew", _renew_anybody_s),
     "a supervisor keeps nothing that it finds": lambda: mock.patch.object(Supervisor, "adopt", _adopt_nothing),
+    "a generation is ended before its sessions have moved": lambda: mock.patch.object(
+        Supervisor, "_drain", _drains_nothing
+    ),
     "a process has no name that only one can have": lambda: mock.patch.object(Worker, "is_taken", lambda self: False),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 
 from cluster.leadership import Leadership, stand
@@ -20,6 +21,7 @@ CUT_OFF_S = (3.0, 10.0)
 """Until a node that is cut off ends what runs on it."""
 RETRY_S = 1.0
 START_TIMEOUT_S = 20.0
+DRAIN_S = 1.0
 
 
 class SimulatedLease(SqliteLease):
@@ -73,6 +75,12 @@ class SupervisedRouter:
         num_migrated = await self._router.ask(self._router.process, core.migrator.rebalance(max_sessions))
         self._world.sessions_migrated += num_migrated
         return num_migrated
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        core = self._router.serving(self._process)
+        drained = await self._router.ask(self._router.process, core.migrator.drain(name, timeout_s))
+        self._world.sessions_migrated += drained["sessions_migrated"]
+        self._world.drained.add(name)
 
     async def failed(self) -> str:
         assert self._process is not None, "it serves"
@@ -128,6 +136,32 @@ class SupervisedWorker:
                 self._world.loop.call_later(after_s, self._world.kill, rank, context=NOBODY.copy())
 
 
+class SimulatedInherited:
+    """A worker of the generation before, which no supervisor keeps any more."""
+
+    def __init__(self, worker: Worker, has_room: bool, acts: Callable[[str], None] = lambda what: None) -> None:
+        assert worker.address is not None, "it serves"
+        self._worker, self._ranks, self._acts = worker, list(worker.ranks), acts
+        self.name, self.address, self.has_room = worker.name, worker.address, has_room
+
+    def seen_by(self, acts: Callable[[str], None]) -> SimulatedInherited:
+        """As one supervisor has it."""
+        seen = copy.copy(self)
+        seen._acts = acts
+        return seen
+
+    def runs(self) -> bool:
+        return all(rank.alive for rank in self._ranks)
+
+    async def end(self) -> None:
+        self._acts(f"ends {self.address.name}")
+        world = self._worker.world
+        if self.runs() and self.address.name not in world.drained:
+            world.violated(f"{self.address.name} was ended before its sessions had moved")
+        for rank in self._ranks:
+            world.kill(rank)
+
+
 def answers(world: World, process: Process) -> bool:
     """Whether a supervisor that looks for it finds it."""
     return process.alive and not process.paused and world.reaches(process)
@@ -136,14 +170,14 @@ def answers(world: World, process: Process) -> bool:
 class SupervisorSlot:
     """One of two supervisors: a process after another. Each stands for the lease, and leads while it has it."""
 
-    def __init__(
-        self, world: World, index: int, workers: Sequence[Worker], routers: Sequence[Router], stores: StoreComponents
-    ) -> None:
+    def __init__(self, world: World, index: int, routers: Sequence[Router], stores: StoreComponents) -> None:
         self._world, self.name, self._number = world, f"supervisor{index}", 0
-        self._workers, self._routers, self._stores = workers, routers, stores
+        self._routers, self._stores = routers, stores
         self.process: Process
 
-    def start(self) -> None:
+    def start(self, workers: Sequence[Worker], inherited: Sequence[SimulatedInherited]) -> None:
+        """Start a supervisor of the generation that has these workers."""
+        self._workers, self._inherited = workers, inherited
         self._number += 1
         self.process = Process(f"{self.name}#{self._number}", self.name)
         self._leadership = Leadership(SimulatedLease(self._world), self.process.name)
@@ -158,6 +192,8 @@ class SupervisorSlot:
             rebalance_per_s=2.0,
             stores=stores,
             leadership=self._leadership,
+            inherited=[worker.seen_by(self._acts) for worker in self._inherited],
+            drain_timeout_s=DRAIN_S,
         )
         try:
             while True:

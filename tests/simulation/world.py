@@ -49,6 +49,8 @@ class World:
         self.pins: dict[tuple[str, int], str] = {}
         self.violations: list[str] = []
         self.sessions_migrated = 0
+        self.drained: set[str] = set()
+        """Workers of a generation before whose sessions have had the chance to migrate."""
         self.keys_change = False
         """Whether the API keys are changed now and then, so that turns come in other scopes and with other shares."""
         self.disturbed = False
