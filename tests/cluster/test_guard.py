@@ -156,3 +156,76 @@ def test_a_killed_guard_takes_the_child_along() -> None:
         time.sleep(0.01)
     assert not running(guarded.pids[0])
     os.kill(guarded.pids[1], signal.SIGKILL)  # Ray's processes end by themselves then
+
+
+# The first child asks for another, twice if the other fails at first, and ends when that one says so.
+GENERATIONS = """
+import os, pathlib, subprocess, sys, time
+from cluster.guard import run_guarded
+
+failed = pathlib.Path(sys.argv[1])
+
+def run(generation):
+    if generation.predecessor is None:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(os.getpid(), child.pid, flush=True)
+        while (link := generation.ask_for_next()).recv(1) == b"":
+            link.close()
+        os._exit({code})
+    if not failed.exists():
+        failed.touch()
+        {fails}
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    generation.predecessor.send(b"1")
+    print(os.getpid(), child.pid, flush=True)
+    sys.stdin.readline()
+    print(os.getpid(), flush=True)
+    sys.exit(3)
+
+sys.exit(run_guarded(run, 1.0))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1], ids=["in order", "at once"])
+@pytest.mark.parametrize("fails", ["sys.exit(1)", "os.kill(os.getpid(), 9)"])
+def test_a_generation_ends_and_the_next_goes_on(tmp_path: Path, fails: str, code: int) -> None:
+    program = GENERATIONS.format(fails=fails, code=code)
+    command = [sys.executable, "-c", program, str(tmp_path / "failed")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        first = [int(word) for word in process.stdout.readline().split()]
+        second = [int(word) for word in process.stdout.readline().split()]
+        deadline = time.monotonic() + 10
+        while any(map(running, first)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(map(running, first)) and all(map(running, second)), "it took its own along, and no other's"
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert int(process.stdout.readline()) == second[0], "it was not started again"
+        assert process.wait(30) == 3 and not any(map(running, second))
+
+
+def test_a_signal_reaches_both_generations(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib, signal, sys, time
+from cluster.guard import run_guarded
+
+def run(generation):
+    name = "first" if generation.predecessor is None else "second"
+    def stop(number, frame):
+        pathlib.Path({str(tmp_path)!r}, name).touch()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    if generation.predecessor is None:
+        generation.ask_for_next()
+    print(name, flush=True)
+    time.sleep(60)
+
+sys.exit(run_guarded(run, 1.0))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline().strip() for _ in range(2)} == {"first", "second"}
+        process.terminate()
+        assert process.wait(30) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}

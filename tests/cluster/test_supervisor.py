@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -78,20 +77,6 @@ def kill_the_raylet(served: Served) -> None:
     process_of(served, "raylet").kill()
 
 
-def delete_the_gcs_state(served: Served) -> None:
-    gcs = process_of(served, "gcs_server")
-    shutil.rmtree(Path(gcs.environ()["RAY_gcs_storage_path"]).parent)
-    gcs.kill()
-
-
-def damage_the_gcs_state(served: Served) -> None:
-    gcs = process_of(served, "gcs_server")
-    for path in Path(gcs.environ()["RAY_gcs_storage_path"]).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"damaged")
-    gcs.kill()
-
-
 def process_of(served: Served, name: str) -> psutil.Process:
     (found,) = [process for process in served.family if process.name() == name]
     return found
@@ -99,7 +84,7 @@ def process_of(served: Served, name: str) -> psutil.Process:
 
 @pytest.mark.parametrize(
     "lose",
-    [kill_the_owner, kill_the_raylet, delete_the_gcs_state, damage_the_gcs_state],
+    [kill_the_owner, kill_the_raylet],
     ids=lambda lose: lose.__name__,
 )
 async def test_a_lost_ray_node_is_started_again_and_streams_resume(
