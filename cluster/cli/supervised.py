@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -59,9 +60,9 @@ async def serve_supervised(
                 taking = asyncio.create_task(before.take()) if before is not None else None
                 supervisors: list[Any] = []
                 await _first_of(keep_supervisors(charge, supervisors), stop, lost)
-                if taking is not None:
-                    taking.cancel()
                 if lost.is_set() and not stop.is_set():
+                    if taking is not None:
+                        taking.cancel()
                     await _hand_over(supervisors, generation, stop, config.drain_timeout_s)
             if lost.is_set():
                 end_at_once("the GCS has lost its state, and nothing can be stopped in order")
@@ -71,12 +72,15 @@ async def serve_supervised(
 async def _hand_over(
     supervisors: list[Any], generation: Generation, stop: asyncio.Event, drain_timeout_s: float
 ) -> None:
-    """Hand the cluster over to its next generation, and end this process, or at the signal to stop."""
+    """Hand the cluster over to its next generation. Then, or after the signal to stop, this process ends at once:
+    Ray's client would wait for the GCS.
+    """
     from cluster.ray_backend.succession import Bequest, hand_over
 
     bequest = Bequest(supervisors)
     await _first_of(hand_over(bequest, generation.ask_for_next), stop)
     await bequest.end_turns(drain_timeout_s)
+    os._exit(0)
 
 
 @click.command()

@@ -13,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import pickle
 import socket
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import psutil
+from pydantic import TypeAdapter
 from ray.exceptions import RayError
 
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.processes import answer_of, end_at_once, ray_errors
 from cluster.ray_backend.supervisor_actor import STANDBY_CHECK_S, SupervisorState, find_leader
 from holdfast.errors import HoldfastError, NoWorkerAvailable
+from router.fleet.link import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
 RETRY_S = 5.0
@@ -33,6 +34,20 @@ POLL_S = 0.2
 SIZE_BYTES = 8
 TITLE = "ray::SupervisorActor"
 """As Ray names the processes of supervisors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the next generation asks for. ``workers``, ``epoch``: those that it announces."""
+
+    word: Literal["hand over", "announce", "retire", "end"]
+    workers: tuple[WorkerAddress, ...] = ()
+    epoch: int = 0
+
+
+REQUEST, CHARGE = TypeAdapter(Request), TypeAdapter(Charge)
+DONE, NOT_DONE = b"done", b"not done"
+"""Answers: whether no turn is left at the routers before."""
 
 
 class Bequest:
@@ -51,8 +66,8 @@ class Bequest:
         """
         reader, writer = await asyncio.open_connection(sock=link)
         try:
-            while (asked := await _receive(reader)) is not None:
-                _send(writer, await self._do(*asked))
+            while (asked := REQUEST.validate_json(await _receive(reader))).word != "end":
+                _send(writer, await self._do(asked))
         finally:
             writer.close()
 
@@ -66,15 +81,15 @@ class Bequest:
         if self._retiring is not None:
             await asyncio.wait((self._retiring,), timeout=timeout_s)
 
-    async def _do(self, word: str, *given: Any) -> Any:
-        if word == "hand over":
-            return await self._hand_over()
-        if word == "announce":
+    async def _do(self, asked: Request) -> bytes:
+        if asked.word == "hand over":
+            return CHARGE.dump_json(await self._hand_over())
+        if asked.word == "announce":
             with contextlib.suppress(RayError):  # if it died, turns that lose their worker are resumed elsewhere
-                await self._leader.announce.remote(*given)
+                await self._leader.announce.remote(list(asked.workers), asked.epoch)
         elif self._retiring is None:
             self._retiring = asyncio.ensure_future(_of(self._leader.retire.remote()))
-        return self._retiring is not None and self._retiring.done()
+        return DONE if self._retiring is not None and self._retiring.done() else NOT_DONE
 
     async def _hand_over(self) -> Charge:
         """The same each time: a next generation may have been lost as soon as it had asked."""
@@ -96,15 +111,15 @@ class Bequest:
 
 
 async def hand_over(bequest: Bequest, ask_for_next: Callable[[], socket.socket]) -> None:
-    """Hand over to one next generation or another, and end this process with all that is left here.
+    """Hand over to one next generation or another; returns when nothing is left to do here.
 
-    Where that cannot be done, this process ends as well: all that ran here is started again.
+    Where that cannot be done, this process ends at once: all that ran here is started again.
     """
     while True:
         try:
             await bequest.serve(ask_for_next())
-            log.warning("the generation before has ended")
-            os._exit(0)
+            log.warning("the next generation has everything; this one ends")
+            return
         except (EOFError, ConnectionError):
             if bequest.is_accepted:
                 end_at_once("the next generation is lost")
@@ -127,10 +142,9 @@ class Inheritance:
     async def charge(self) -> Charge:
         """What this generation leads with. This process ends at once if nobody answers."""
         try:
-            charge: Charge = await self._ask("hand over")
+            return CHARGE.validate_json(await self._ask(Request("hand over")))
         except (EOFError, ConnectionError):
             end_at_once("the generation before is lost")
-        return charge
 
     async def take(self) -> None:
         """Returns when nothing of the generation before is needed any more, or it was lost. Call when this one serves:
@@ -139,10 +153,11 @@ class Inheritance:
         try:
             done = False
             while not done:
-                done = await self._ask("retire")
+                done = await self._ask(Request("retire")) == DONE
                 done = await self._tell_workers() and done
                 await asyncio.sleep(POLL_S)
-            _send(self._writer, None)
+            _send(self._writer, REQUEST.dump_json(Request("end")))
+            await self._writer.drain()
         except (EOFError, ConnectionError) as error:
             log.warning("the generation before is lost: %r", error)
         finally:
@@ -158,11 +173,11 @@ class Inheritance:
         except (RayError, HoldfastError) as error:
             log.info("the workers are not known: %s", error)
             return False
-        await self._ask("announce", list(workers.addresses), workers.epoch)
+        await self._ask(Request("announce", workers.addresses, workers.epoch))
         return not workers.num_inherited
 
-    async def _ask(self, *words: Any) -> Any:
-        _send(self._writer, words)
+    async def _ask(self, request: Request) -> bytes:
+        _send(self._writer, REQUEST.dump_json(request))
         return await _receive(self._reader)
 
 
@@ -183,12 +198,11 @@ def _end_supervisors(but: int) -> None:
             continue  # it has ended
 
 
-def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    data = pickle.dumps(message)
-    writer.write(len(data).to_bytes(SIZE_BYTES) + data)
+def _send(writer: asyncio.StreamWriter, message: bytes) -> None:
+    writer.write(len(message).to_bytes(SIZE_BYTES) + message)
 
 
-async def _receive(reader: asyncio.StreamReader) -> Any:
+async def _receive(reader: asyncio.StreamReader) -> bytes:
     """Raises EOFError: the other end is gone."""
     size = int.from_bytes(await reader.readexactly(SIZE_BYTES))
-    return pickle.loads(await reader.readexactly(size))
+    return await reader.readexactly(size)
