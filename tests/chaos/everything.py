@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,7 +72,7 @@ def ray_head(address: str | None, redis: RedisServer | None) -> Iterator[str]:
         keeper: GcsKeeper | None = None
         try:
             ray.init(address=cluster.address, namespace=NAMESPACE, logging_level="ERROR", log_to_driver=False, **told)
-            keeper = GcsKeeper(on_lost=end_at_once)  # no fault loses its state
+            keeper = GcsKeeper(on_lost=partial(end_at_once, "no fault loses its state"), on_another=end_at_once)
             yield cluster.address
         finally:
             if keeper is not None:
