@@ -84,13 +84,16 @@ class Served:
 
     def workers(self) -> list[dict[str, Any]]:
         # Not with the command line, which takes longer to start than a stream takes to end.
-        return HTTP.get(f"{self.url}/holdfast/workers").json()
+        answer: list[dict[str, Any]] = HTTP.get(f"{self.url}/holdfast/workers").json()
+        return answer
 
     def audits(self) -> list[dict[str, Any]]:
-        return HTTP.get(f"{self.url}/holdfast/audit").json()
+        answer: list[dict[str, Any]] = HTTP.get(f"{self.url}/holdfast/audit").json()
+        return answer
 
     def router(self) -> dict[str, Any]:
-        return HTTP.get(f"{self.url}/holdfast/router").json()
+        answer: dict[str, Any] = HTTP.get(f"{self.url}/holdfast/router").json()
+        return answer
 
     def worker_of(self, session: str) -> dict[str, Any]:
         """The worker that a session is pinned to."""
