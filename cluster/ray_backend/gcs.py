@@ -132,16 +132,19 @@ class GcsKeeper:
         What does not run without the state either does not fail for its state, as on a full disk, and finds it when
         there is room again.
         """
-        if not any(Path(self._environment[STORAGE_PATH]).rglob(WITNESS)):
+        storage = self._environment.get(STORAGE_PATH)
+        if storage is None:
+            return False  # it is in a Redis, which is looked after elsewhere
+        if not any(Path(storage).rglob(WITNESS)):
             return True
         if not self._num_failed or self._num_failed % NUM_FAILED_STARTS:
             return False
         log.error("the GCS has not started %d times; trying one without its state", self._num_failed)
-        return self._runs_without_state()
+        return self._runs_without_state(Path(storage).parent)
 
-    def _runs_without_state(self) -> bool:
+    def _runs_without_state(self, folders: Path) -> bool:
         """At another address, where nothing that runs finds it."""
-        with tempfile.TemporaryDirectory(dir=Path(self._environment[STORAGE_PATH]).parent) as folder:
+        with tempfile.TemporaryDirectory(dir=folders) as folder:
             with socket.create_server((self._address.rpartition(":")[0], 0)) as free:
                 address = f"{free.getsockname()[0]}:{free.getsockname()[1]}"
             trial = self._start(address, self._environment | {STORAGE_PATH: folder})
