@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -54,6 +54,20 @@ def actor_options(name: str, *, detached: bool) -> dict[str, Any]:
 def living_nodes() -> set[str]:
     """The ids of the nodes that are alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+async def kill_actors(actors: Iterable[Any]) -> set[str]:
+    """Have Ray kill actors. Returns the nodes that are alive, where their processes may have to be ended.
+
+    In a thread: it waits for a GCS that is gone, and a supervisor renews its lease meanwhile.
+    """
+
+    def kill() -> set[str]:
+        for actor in actors:
+            ray.kill(actor)
+        return living_nodes()
+
+    return await asyncio.to_thread(kill)
 
 
 def on_node(node: str, *, or_elsewhere: bool = False) -> NodeAffinitySchedulingStrategy:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
 
 from cluster.ray_backend.processes import (
@@ -18,7 +17,7 @@ from cluster.ray_backend.processes import (
     end_on_node,
     find_actor,
     first_of,
-    living_nodes,
+    kill_actors,
     on_node,
     ray_errors,
     unanswered_for,
@@ -141,11 +140,10 @@ class RouterProcess:
 
     async def end(self) -> None:
         self.serves = False
-        if self._actor is not None:
-            ray.kill(self._actor)
+        alive = await kill_actors([self._actor] if self._actor is not None else [])
         if self._process is not None:
             process, self._process = self._process, None
-            if process.node_id in living_nodes():
+            if process.node_id in alive:
                 await end_on_node(process)  # its ports must be free for the next process
 
     async def _silence(self) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.exceptions import ActorAlreadyExistsError
 from ray.util import get_placement_group, placement_group_table
@@ -23,7 +22,7 @@ from cluster.ray_backend.processes import (
     end_on_node,
     find_actor,
     first_of,
-    living_nodes,
+    kill_actors,
     ray_errors,
     unanswered_for,
 )
@@ -133,10 +132,8 @@ class WorkerGroup:
         If a node was lost, so is the placement group: the next incarnation creates a new one.
         """
         self.address = None
-        for actor in self._actors:
-            ray.kill(actor)
+        alive = await kill_actors(self._actors)
         processes, self._actors, self._processes = self._processes, [], []
-        alive = living_nodes()
         # Ray asks a process to end, which does not work on one that is stopped.
         ends = [end_on_node(process) for process in processes if process.node_id in alive]
         for result in await asyncio.gather(*ends, return_exceptions=True):

@@ -35,12 +35,14 @@ class Fleet:
             raise StaleEpoch(f"the cluster has a supervisor of epoch {self._epoch}; this one's is {epoch}")
         self._epoch = epoch
         announced = {address.name: address for address in addresses}
-        for name in [name for name in self._links if name not in announced]:
-            self._placement.forget(name)
-            await self._links.pop(name).close()
+        gone = [self._links.pop(name) for name in self._links.keys() - announced.keys()]
         for name, address in announced.items():
             if name not in self._links:
                 self._links[name] = WorkerLink(address, self._lease_s, self._on_attached)
+        # Last: another set may be announced while a link is being closed.
+        for link in gone:
+            self._placement.forget(link.name)
+            await link.close()
 
     def link(self, name: str) -> WorkerLink | None:
         """The worker that a pin names, if it is alive."""
