@@ -24,12 +24,13 @@ from ray.exceptions import RayError
 
 from cluster.ray_backend.cluster import Charge
 from cluster.ray_backend.processes import answer_of, end_at_once, ray_errors
-from cluster.ray_backend.supervisor_actor import STANDBY_CHECK_S, SupervisorState, find_leader
+from cluster.ray_backend.supervisor_actor import SupervisorState, find_leader
 from holdfast.errors import HoldfastError, NoWorkerAvailable
 from router.fleet.link import WorkerAddress
 
 log = logging.getLogger("holdfast.cluster")
 RETRY_S = 5.0
+HAND_OVER_S = 60.0
 POLL_S = 0.2
 SIZE_BYTES = 8
 TITLE = "ray::SupervisorActor"
@@ -95,16 +96,19 @@ class Bequest:
         """The same each time: a next generation may have been lost as soon as it had asked."""
         if self._charge is None:
             self._leader = await self._find_leader()
-            with ray_errors("the cluster is not handed over"):
-                pid = (await self._leader.process.remote()).pid
-                _end_supervisors(but=pid)
-                self._charge = await self._leader.hand_over.remote()
+            try:
+                async with asyncio.timeout(HAND_OVER_S):
+                    with ray_errors("the cluster is not handed over"):
+                        _end_supervisors(but=(await self._leader.process.remote()).pid)
+                        self._charge = await self._leader.hand_over.remote()
+            except TimeoutError:
+                raise NoWorkerAvailable(f"the cluster is not handed over within {HAND_OVER_S:g} s") from None
         assert self._charge is not None
         return self._charge
 
     async def _find_leader(self) -> Any:
         for supervisor in self._supervisors:
-            state: SupervisorState | None = await answer_of(supervisor.state.remote(), STANDBY_CHECK_S)
+            state: SupervisorState | None = await answer_of(supervisor.state.remote())
             if state is not None and state.ready:
                 return supervisor
         raise NoWorkerAvailable("no supervisor is known that leads")
