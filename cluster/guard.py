@@ -140,9 +140,10 @@ class _Guard:
     def wait(self) -> tuple[int, bool]:
         """Wait until no child is left, reaping orphaned descendants too.
 
-        Returns the exit code (or minus a signal) of the last, and whether it ended in order.
+        Returns the exit code (or minus a signal) of the last, and whether it ended in order. After a signal to stop,
+        one that was killed counts only if all were: it may just have been starting.
         """
-        ended = set[int]()
+        ended, last = set[int](), None
         while True:
             readable, _, _ = select.select([child.told for child in self._children], [], [], REAP_S)
             for child in [child for child in self._children if child.told in readable]:
@@ -154,8 +155,10 @@ class _Guard:
                     ended.add(child.pid)
                 else:
                     code = self._take_away(child)
+                    if last is None or code >= 0 or not self.num_signals:
+                        last = code, child.pid in ended
                     if not self._children or (child.pid in ended and not code and not self.num_signals):
-                        return code, child.pid in ended
+                        return last
             if not readable:
                 self._reap()
 
