@@ -130,3 +130,12 @@ async def test_a_lost_gcs_state_takes_the_cluster_to_another_node(
             )
         assert HTTP.get(f"{served.url}/health").json() == {"status": "ok"}
         assert all(report["ok"] for report in served.audits())
+
+
+async def test_a_stop_while_the_next_generation_starts_ends_both(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers", "1") as served:
+        (gcs,) = [process for process in served.family if process.name() == "gcs_server"]
+        delete(gcs)
+        gcs.kill()
+        guard = psutil.Process(served.process.pid)
+        await until(lambda: len(guard.children()) == 2, GONE_S, "the next generation")
