@@ -138,7 +138,7 @@ class _Guard:
         return _Child(pid, told)
 
     def wait(self) -> tuple[int, bool]:
-        """Wait until no child is left, reaping orphaned descendants too.
+        """Wait until no child is left, reaping orphans too.
 
         Returns the exit code (or minus a signal) of the last, and whether it ended in order. After a signal to stop,
         one that was killed counts only if all were: it may just have been starting.
@@ -155,6 +155,8 @@ class _Guard:
                     ended.add(child.pid)
                 else:
                     code = self._take_away(child)
+                    if self.num_signals and code in FORWARDED:
+                        code = 0  # it was still starting, and stopped
                     if last is None or code >= 0 or not self.num_signals:
                         last = code, child.pid in ended
                     if not self._children or (child.pid in ended and not code and not self.num_signals):
@@ -200,14 +202,18 @@ def _leave_group(guard: int) -> None:
     if os.getppid() != guard:
         os._exit(1)
     for number in FORWARDED:
-        handler = signal.signal(number, signal.SIG_IGN)  # which drops a pending one
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.signal(number, signal.SIG_IGN)  # which drops a pending one
+        signal.signal(number, _exit_with)  # until what runs has its own, as Ray's is
+
+
+def _exit_with(number: int, frame: object) -> None:
+    sys.exit(number)
 
 
 def _run_child(run: Run, generation: Generation) -> None:
     code = 1
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         run(generation)
         code = 0
     except SystemExit as error:

@@ -14,7 +14,7 @@ import click
 
 from cluster.cli.supervised import joined, own_node, serve_supervised
 from cluster.config import JOURNAL_URL, SECRETS, Config, load_config
-from cluster.guard import FORWARDED, Generation, run_guarded
+from cluster.guard import Generation, run_guarded
 from cluster.ray_backend.nodes import gcs_storage
 from holdfast.errors import ConfigError, HoldfastError
 from router.journal.sqlite_file import check_writable
@@ -100,7 +100,3 @@ def _run(serving: Coroutine[Any, Any, None]) -> None:
     except HoldfastError as error:
         click.echo(f"holdfast: {error.message}", err=True)
         sys.exit(1)
-    except SystemExit as ended:
-        # Of Ray's handler, while Ray starts: it was asked to stop, and it does.
-        if ended.code not in FORWARDED:
-            raise

@@ -217,7 +217,7 @@ def run(generation):
         pathlib.Path({str(tmp_path)!r}, name).touch()
         sys.exit(0)
     if name == "first" or not {is_starting}:
-        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGTERM, stop)  # else it ends where it is
     if generation.predecessor is None:
         generation.ask_for_next()
     print(name, flush=True)
