@@ -122,7 +122,8 @@ class RouterServer:
         while not self._http.started:
             await asyncio.sleep(0.01)
         self._ports = (listener.getsockname()[1], grpc_port)
-        self.share_ports(False)
+        if shares_ports:
+            self.share_ports(False)
         return self._ports
 
     def share_ports(self, shared: bool = True) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from cluster.ray_backend.processes import end_process
+from cluster.ray_backend.processes import end_process, runs
 from holdfast.processes import NodeProcess
 from router.fleet.link import WorkerAddress
 
@@ -42,6 +42,6 @@ class Inherited:
 def _runs(process: NodeProcess) -> bool:
     try:
         found = psutil.Process(process.pid)
-        return bool(found.create_time() == process.created and found.status() != psutil.STATUS_ZOMBIE)
+        return bool(found.create_time() == process.created) and runs(found)
     except psutil.NoSuchProcess:
         return False

@@ -127,7 +127,7 @@ def end_at_once(reason: str) -> NoReturn:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a child of this process runs: one that ended stays a zombie."""
+    """Whether a process runs: one that ended may stay a zombie."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -27,6 +29,7 @@ from cluster.ray_backend.processes import answer_of, end_at_once, ray_errors
 from cluster.ray_backend.supervisor_actor import SupervisorState, find_leader
 from holdfast.errors import HoldfastError, NoWorkerAvailable
 from router.fleet.link import WorkerAddress
+from workers.store.folders import node_folder
 
 log = logging.getLogger("holdfast.cluster")
 RETRY_S = 5.0
@@ -138,6 +141,7 @@ class Inheritance:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._kv_folder: Path | None = None
 
     @classmethod
     async def of(cls, predecessor: socket.socket) -> Inheritance:
@@ -146,9 +150,11 @@ class Inheritance:
     async def charge(self) -> Charge:
         """What this generation leads with. This process ends at once if nobody answers."""
         try:
-            return CHARGE.validate_json(await self._ask(Request("hand over")))
+            charge = CHARGE.validate_json(await self._ask(Request("hand over")))
         except (EOFError, ConnectionError):
             end_at_once("the generation before is lost")
+        self._kv_folder = node_folder(charge.kv_folder, charge.node)
+        return charge
 
     async def take(self) -> None:
         """Returns when nothing of the generation before is needed any more, or it was lost. Call when this one serves:
@@ -166,6 +172,8 @@ class Inheritance:
             log.warning("the generation before is lost: %r", error)
         finally:
             self._writer.close()
+        if self._kv_folder is not None:  # its store is killed with its node: nobody there removes the arena
+            await asyncio.to_thread(shutil.rmtree, self._kv_folder, ignore_errors=True)
 
     async def _tell_workers(self) -> bool:
         """Returns whether all are this generation's."""

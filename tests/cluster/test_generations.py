@@ -18,6 +18,7 @@ from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from tests.cluster.served import HTTP, START_DEADLINE_S, Served, leading_supervisor, serving, stream
 from tests.waiting import until
+from workers.store.folders import ARENA, MEMORY
 
 GONE_S = 90.0
 NUM_LONG, NUM_BEFORE = 3000, 40
@@ -76,11 +77,16 @@ def has_others(served: Served, before: list[psutil.Process]) -> bool:
     return len(workers) == 2 and not any(int(worker["pid"]) in known for worker in workers)
 
 
+def arenas_of(processes: list[psutil.Process]) -> list[Path]:
+    """What KV stores among these processes have in shared memory, or left there."""
+    return [path for process in processes for path in MEMORY.glob(f"holdfast-*/*/{ARENA}{process.pid}")]
+
+
 @pytest.mark.parametrize("lose", [delete, damage], ids=lambda lose: lose.__name__)
 async def test_a_lost_gcs_state_takes_the_cluster_to_another_node(
     lose: Callable[[psutil.Process], None], tmp_path: Path
 ) -> None:
-    with serving(tmp_path) as served:
+    with serving(tmp_path, "--hicache-size", "0.02") as served:
         async with (
             AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
             grpc.aio.insecure_channel(served.router()["grpc"]) as channel,
@@ -107,6 +113,7 @@ async def test_a_lost_gcs_state_takes_the_cluster_to_another_node(
             await stream(client, "other")  # the supervisors are known, and the live turn is under way
             before, leader = served.family + served.actors(""), leading_supervisor(served.journal)
             (gcs,) = [process for process in before if process.name() == "gcs_server"]
+            assert arenas_of(before), "it has a KV store"
             lose(gcs)
             gcs.kill()
             assert await asyncio.to_thread(served.next_ready) == served.ready
@@ -115,6 +122,7 @@ async def test_a_lost_gcs_state_takes_the_cluster_to_another_node(
             go_on.set()
             assert await live == calm_long
             await until(lambda: not any(map(lives, before)), GONE_S, "the node before to end")
+            await until(lambda: not arenas_of(before), GONE_S, "its store's memory to be free")
             over.set()
             assert await steady > 1
             for i in range(NUM_IDLE):

@@ -22,6 +22,7 @@ from tests.waiting import until
 from workers.config import EngineConfig
 
 NUM_TOKENS, NUM_ASKED = 3000, 40
+PATIENT_S = 120
 BODY = {"prompt": "Return the list of", "max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -85,7 +86,10 @@ async def test_streams_outlive_their_router_s_ports_and_no_connection_is_refused
         live = asyncio.create_task(read(client, "live", begun[0], go_on))
         live_grpc = asyncio.create_task(read_grpc(stub, begun[1], go_on))
         await asyncio.gather(*(event.wait() for event in begun))
+        settings = old._http.config
+        usual_s, settings.timeout_keep_alive = settings.timeout_keep_alive, PATIENT_S  # of this connection alone
         assert (await idle.get("/health")).status_code == 200
+        settings.timeout_keep_alive = usual_s
         old.share_ports()
         new = await successor_of(harness)
         harness.routers.append(new)
