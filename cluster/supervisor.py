@@ -176,7 +176,7 @@ class Supervisor:
         return True
 
     def keep(self) -> None:
-        """Keep running what serves, and start the rest: a task for each component."""
+        """Keep running what serves, and start the rest, a task for each component: see ``wait_until_whole``."""
         loops: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             *((worker.name, lambda worker=worker: self._watch_worker(worker)) for worker in self._workers),
             *((router.name, lambda router=router: self._watch_router(router)) for router in self._routers),
@@ -186,6 +186,21 @@ class Supervisor:
         if self._rebalance_per_s:
             loops.append(("rebalancing", self._rebalance))
         self._keepers = [asyncio.create_task(self._repeat(name, loop)) for name, loop in loops]
+
+    async def wait_until_whole(self) -> None:
+        """Returns when every component serves, and every router reaches every worker. Call after ``keep``."""
+        while not await self._is_whole():
+            await asyncio.sleep(READY_POLL_S)
+
+    async def _is_whole(self) -> bool:
+        addresses = self.addresses()
+        missing = {worker.name for worker in self._workers} - {address.worker_id for address in addresses}
+        if missing or not all(router.serves for router in self._routers):
+            return False
+        try:
+            return all([len(await router.ready_workers()) >= len(addresses) for router in self._routers])
+        except HoldfastError:  # it has just failed
+            return False
 
     @property
     def _epoch(self) -> int:

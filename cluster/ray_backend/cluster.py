@@ -211,7 +211,10 @@ class Cluster:
         return {*ranks, *(router.actor_name for router in self.routers), *stores}
 
     async def take_over(self) -> None:
-        """Keep running what another supervisor has started; start everything if nothing serves. Raises as ``start``."""
+        """Keep running what another supervisor has started, and start the rest: see ``wait_until_whole``.
+
+        Where nothing serves, everything is started anew. Raises as ``start``.
+        """
         tls.use_identity(self._issue(SUPERVISOR))
         if not await self._supervisor.adopt():
             await self.start()
@@ -220,6 +223,14 @@ class Cluster:
         await self._renew_all()
         self._supervisor.keep()
         self._renewing = asyncio.create_task(self._renew())
+
+    async def wait_until_whole(self) -> None:
+        """Returns when everything serves, or when what does not has had the time of a start."""
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._supervisor.wait_until_whole()
+        except TimeoutError:
+            log.warning("serving without what has not started within %g s", self.config.start_timeout_s)
 
     def reconfigure(self, config: Config) -> None:
         """Workers that start from now on have other settings: see ``check_upgrade``."""

@@ -112,7 +112,7 @@ class Bequest:
     async def _find_leader(self) -> Any:
         for supervisor in self._supervisors:
             state: SupervisorState | None = await answer_of(supervisor.state.remote())
-            if state is not None and state.ready:
+            if state is not None and state.epoch:
                 return supervisor
         raise NoWorkerAvailable("no supervisor is known that leads")
 

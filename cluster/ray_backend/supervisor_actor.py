@@ -142,7 +142,7 @@ class SupervisorActor:
         cluster = self._cluster
         if cluster is None or cluster.num_inherited:
             raise NoWorkerAvailable("the cluster is just starting")
-        charge = replace(self._charge, inherited=cluster.to_inherit())
+        charge = replace(self._charge, ports=cluster.ports, inherited=cluster.to_inherit())
         self._standing.cancel()
         await asyncio.gather(self._standing, return_exceptions=True)
         self._retiring = cluster.routers
@@ -184,6 +184,7 @@ class SupervisorActor:
         standby = asyncio.create_task(self._keep_standby())
         try:
             self._cluster = cluster = await self._take_over()
+            await cluster.wait_until_whole()  # the leader before may have died while it started the cluster
             await self._tell_all(replace(self._charge, ports=cluster.ports))
             self._state = SupervisorState(
                 self._leadership.epoch, True, None, tuple(cluster.urls), tuple(cluster.grpc_urls)

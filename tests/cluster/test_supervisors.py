@@ -216,6 +216,11 @@ async def test_a_leader_that_dies_while_it_starts_the_cluster_is_replaced(cluste
     done = await starting
     assert done.returncode == 0 and f"ready: {cluster.url} " in done.stdout, done.stderr
     assert len(cluster.workers()) == 2
+    for process in psutil.Process(cluster.leader()), cluster.head.actors("RankActor")[0]:
+        process.kill()
+    again = await cluster.serve()
+    assert again.returncode == 0, again.stderr
+    assert len(cluster.workers()) == 2, "ready means all of it"
     assert (await cluster.run("stop")).returncode == 0
 
 
