@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ from workers.kv.slot import Slot
 from workers.scheduling import Draft, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
+from workers.serving.page_copies import PageCopies
 from workers.store.copies import CopyIndex
 from workers.store.peers import Peers
 from workers.store.segments import Segments
@@ -44,6 +46,7 @@ _fork = SessionCache.fork
 _accepted, _end_of = Draft.accepted, Leader._end_of
 _index_full_pages = SessionCache._index_full_pages
 _missing = HeadSpeculation._missing
+_reuse_after = PageCopies._reuse_after
 _append, _fail_over = SqliteJournal.append, Dispatch.fail_over
 
 
@@ -109,6 +112,11 @@ def _begin_anew(self: TurnGrammars, turn: Any, compiled: Any) -> None:
 
 def _accepted_and_one(self: Draft, samples: Sequence[int]) -> int:
     return min(len(self.tokens), _accepted(self, samples) + 1)
+
+
+def _reuse_after_success(self: PageCopies, done: Future[Any], buffer: bytearray) -> None:
+    if done.done() and done.exception() is None:
+        _reuse_after(self, done, buffer)
 
 
 def _end_a_token_late(self: Leader, turn: Turn) -> Any:
@@ -182,6 +190,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     ),
     "a failover begins the grammar anew": lambda: mock.patch.object(TurnGrammars, "begin", _begin_anew),
     "a copy's checksum is ignored": lambda: mock.patch.object(page_copies, "_look", _look_at_none),
+    "a load that fails keeps its buffer": lambda: mock.patch.object(PageCopies, "_reuse_after", _reuse_after_success),
     "a copy is named by its tokens alone": lambda: mock.patch.object(page_copies, "space_of", lambda *given: ""),
     "a page that was written again is copied": lambda: mock.patch.object(
         PageEvents, "is_unchanged", lambda self, filled, num_drops: True

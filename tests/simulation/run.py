@@ -22,6 +22,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.loop import SimulatedLoop, Stuck
 from tests.simulation.model import GROUPS, SimulatedRank
 from workers.kv import SessionCache
+from workers.serving.page_copies import NUM_BUFFERS
 
 SETTLE_S = 30.0
 SWEPT_WITHIN_S = 90.0
@@ -182,7 +183,7 @@ async def _whole(cluster: Cluster) -> None:
 
 
 async def _swept(cluster: Cluster, gone: set[str]) -> None:
-    """Nothing is left of released sessions: at once, or, where that cannot be, some sweeps later.
+    """Nothing is left of released sessions, and of loads: at once, or, where that cannot be, some sweeps later.
 
     A turn may arrive at a worker after its session's release, on a connection that was held up; so may copies at a
     store, and a disk may have failed, or its store died, before it was told of a release.
@@ -204,6 +205,9 @@ def _still_held(cluster: Cluster, gone: set[str]) -> list[str]:
         for rank, cache in enumerate(_caches(worker)):
             if left := gone & set(cache.slots):
                 held.append(f"rank {rank} of {worker.name} still holds {left}")
+        for rank, server in enumerate((worker.leader, *worker.followers) if worker.leader is not None else ()):
+            if server._copies is not None and server._copies._buffers.qsize() < NUM_BUFFERS:
+                held.append(f"loads of rank {rank} of {worker.name} still hold buffers, or have lost them")
     return held
 
 

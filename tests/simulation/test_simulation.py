@@ -26,6 +26,7 @@ SLOW = {
     "a head computes a token before its state is there",
     "a copy's checksum is ignored",
     "a page that was written again is copied",
+    "a load that fails keeps its buffer",
 }
 
 

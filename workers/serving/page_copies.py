@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -29,6 +29,10 @@ from workers.store.copies import nobody_of
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 4 * 1024 * 1024
 """Written between two steps: a millisecond or less."""
+NUM_BUFFERS, PER_LOAD = 16, 2
+"""Of ``LOAD_BYTES``: as many loads as there are between two steps are written there, and of one load a chunk is read
+while another is written. More would not stay in the processor's caches.
+"""
 COPY_BYTES = 2 * 1024 * 1024
 GATHER_S = 0.25
 """Between two looks at what was filled: a request for each page would cost more than the copying."""
@@ -76,6 +80,10 @@ class PageCopies:
         self._gone: OrderedDict[str, None] = OrderedDict()
         """Sessions that were released of late. A page of theirs that the index still has is another one's too."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copies")
+        # The one that was used last comes first. Fresh memory takes longer to be handed out than to be copied into.
+        self._buffers = asyncio.LifoQueue[bytearray]()
+        for _ in range(NUM_BUFFERS):
+            self._buffers.put_nowait(bytearray(max(LOAD_BYTES, *rank.kv.page_bytes)))
         self.counters: Counter[str] = Counter()
         self.stats = store_pb2.StoreStats()
         """The store's, a while ago; while it does not answer, only where its copies are too."""
@@ -250,24 +258,44 @@ class PageCopies:
         self, request: rank_pb2.FetchRequest, group: int, arena: memoryview, found: Sequence[_Found]
     ) -> list[_Found]:
         """Write copies to their columns. Returns those that are damaged."""
-        rank = self._owner.rank
-        size = rank.kv.page_bytes[group]
-        per_chunk = max(1, LOAD_BYTES // size)
+        per_chunk = max(1, LOAD_BYTES // self._owner.rank.kv.page_bytes[group])
         chunks = [found[first : first + per_chunk] for first in range(0, len(found), per_chunk)]
-        all_damaged = list[_Found]()
-        # A chunk is looked at while the one before it is written. Small buffers that are used again stay in the
-        # processor's caches: a page comes from memory once, and goes there once.
-        buffers = itertools.cycle([bytearray(per_chunk * size), bytearray(per_chunk * size)])
-        looks = (self._loop.run_in_executor(self._thread, _look, arena, chunk, size, next(buffers)) for chunk in chunks)
-        look = next(looks, None)
-        while look is not None:
-            pages, damaged = await look
-            look = next(looks, None)
-            all_damaged += damaged
-            columns, data = [each.column for each, _ in pages], [data for _, data in pages]
-            await result_of(self._owner.call(partial(write_pages, rank, request, group, columns, data)))
-        self.counters["kv_copies_damaged"] += len(all_damaged)
-        return all_damaged
+        places = asyncio.Semaphore(PER_LOAD)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loads = [tasks.create_task(self._load_chunk(request, group, arena, each, places)) for each in chunks]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        damaged = [each for load in loads for each in load.result()]
+        self.counters["kv_copies_damaged"] += len(damaged)
+        return damaged
+
+    async def _load_chunk(
+        self,
+        request: rank_pb2.FetchRequest,
+        group: int,
+        arena: memoryview,
+        found: Sequence[_Found],
+        places: asyncio.Semaphore,
+    ) -> list[_Found]:
+        """See ``_load_group``."""
+        rank = self._owner.rank
+        async with places:
+            buffer = await self._buffers.get()
+            looked = self._thread.submit(_look, arena, found, rank.kv.page_bytes[group], buffer)
+            done: Future[Any] = looked
+            try:
+                pages, damaged = await result_of(looked)
+                columns, data = [each.column for each, _ in pages], [data for _, data in pages]
+                done = self._owner.call(partial(write_pages, rank, request, group, columns, data))
+                await result_of(done)
+            finally:
+                self._reuse_after(done, buffer)
+        return damaged
+
+    def _reuse_after(self, done: Future[Any], buffer: bytearray) -> None:
+        """Not before the thread has done with it, even if nobody waits any longer."""
+        done.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._buffers.put_nowait, buffer))
 
 
 def _has_all(pinned: store_pb2.Pinned) -> bool:
