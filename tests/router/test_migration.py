@@ -119,7 +119,7 @@ async def test_a_broken_transfer_resumes_where_it_broke(
     async with two_workers(tmp_path, ["s"]) as (cluster, stub, expected):
         write, written = rpc.write_pages, []
 
-        def noted(rank: Any, request: Any, group: int, columns: list[int], pages: list[bytes]) -> None:
+        def noted(rank: Any, request: Any, group: int, columns: list[int], pages: bytes) -> None:
             written.extend(columns)
             write(rank, request, group, columns, pages)
 
@@ -136,7 +136,7 @@ async def test_a_broken_transfer_resumes_where_it_broke(
 
 async def test_a_damaged_page_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_workers(tmp_path, ["s", "t"]) as (cluster, stub, expected):
-        check, seen = rpc._pages_of, []
+        check, seen = rpc._checked, []
 
         def damaged(chunk: Any, *rest: Any) -> Any:
             seen.append(unpack_tokens(chunk.columns)[0])
@@ -144,7 +144,7 @@ async def test_a_damaged_page_is_read_again(tmp_path: Path, monkeypatch: pytest.
                 chunk.data = chunk.data[:70] + bytes([chunk.data[70] ^ 1]) + chunk.data[71:]
             return check(chunk, *rest)
 
-        monkeypatch.setattr(rpc, "_pages_of", damaged)
+        monkeypatch.setattr(rpc, "_checked", damaged)
         bad: Any = {1}
         assert (await migrate(cluster)).sessions_migrated == 1
         assert seen[:2] == [0, 0], "a bit had flipped"

@@ -145,9 +145,11 @@ class SimulatedKV:
         for target, data in zip(targets, self.read_pages(group, pages), strict=True):
             target[:] = data
 
-    def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes]) -> None:
-        for page, content in zip(pages, data, strict=True):
-            self._pages[group, page] = [(t, chain ^ self._rank) for t, chain in PAIR.iter_unpack(content)]
+    def write_pages(self, group: int, pages: Sequence[int], data: bytes | memoryview) -> None:
+        received = [(t, chain ^ self._rank) for t, chain in PAIR.iter_unpack(data)]
+        size = len(received) // len(pages)
+        for i, page in enumerate(pages):
+            self._pages[group, page] = received[i * size : (i + 1) * size]
 
 
 GROUPS: dict[str, Callable[[int], list[GroupSpec]]] = {

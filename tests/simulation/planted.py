@@ -163,7 +163,7 @@ async def _migrate_none(self: Migrator, source: Any, report: Any, *, patience_s:
 
 
 def _look_at_none(arena: memoryview, found: Any, size: int, buffer: bytearray) -> Any:
-    return [(each, bytes(arena[each.offset : each.offset + size])) for each in found], []
+    return list(found), b"".join(arena[each.offset : each.offset + size] for each in found), []
 
 
 PLANTED: dict[str, Callable[[], Any]] = {

@@ -67,7 +67,7 @@ def test_a_page_is_a_quarter_of_fp32_and_migrates_as_it_is() -> None:
     assert [len(page) for page in kept] == 2 * small.leader.rank.kv.page_bytes
     assert small.cache.slots[export_slot("transfer")].tables[0].pages[:2] == slot.tables[0].pages[:2]
     target = [small.cache.groups[0].pool.num_pages - 1]
-    small.leader.rank.kv.write_pages(0, target, kept[:1])
+    small.leader.rank.kv.write_pages(0, target, kept[0])
     assert small.leader.rank.kv.read_pages(0, target) == kept[:1]
 
 

@@ -261,9 +261,9 @@ def write_pages(
     request: rank_pb2.FetchRequest,
     group: int,
     columns: Sequence[int],
-    pages: Sequence[bytes | memoryview],
+    pages: bytes | memoryview,
 ) -> None:
-    """Write received pages into those that the log allocated for them. In the rank's thread.
+    """Write received pages, one after another, into those that the log allocated for them. In the rank's thread.
 
     Raises MigrationRefused if a turn or a release came first: the pages may be another slot's by then.
     """

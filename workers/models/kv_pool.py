@@ -91,16 +91,18 @@ class KVPool:
             for part, start, end in self._byte_parts(group):
                 whole[start:end] = part[page]
 
-    def write_pages(self, group: int, pages: Sequence[int], data: Sequence[bytes | memoryview]) -> None:
-        """Write the result of ``read_pages``, of this rank or of one with the same layout, to these pages."""
+    def write_pages(self, group: int, pages: Sequence[int], data: bytes | memoryview) -> None:
+        """Write the result of ``read_pages``, one page after another, to these pages.
+
+        It may be of another rank with the same layout.
+        """
         parts = self._parts[group]
         if parts[0].device.type == "cpu":
-            for page, source in zip(pages, data, strict=True):
-                received = np.frombuffer(source, np.uint8)
-                for pages_of, start, end in self._byte_parts(group):
-                    pages_of[page] = received[start:end]
+            received = np.frombuffer(data, np.uint8).reshape(len(pages), -1)
+            for pages_of, start, end in self._byte_parts(group):
+                pages_of[pages] = received[:, start:end]
             return
-        together = torch.frombuffer(bytearray().join(data), dtype=parts[0].dtype).view(len(pages), -1)
+        together = torch.frombuffer(bytearray(data), dtype=parts[0].dtype).view(len(pages), -1)
         index = torch.tensor(pages, device=parts[0].device)
         for part, values in zip(parts, together.split([part[0].numel() for part in parts], dim=1), strict=True):
             part[index] = values.to(part.device).view(len(pages), *part.shape[1:])

@@ -79,8 +79,8 @@ async def fetch_pages(owner: RankThread, request: rank_pb2.FetchRequest, missing
                 call = stub.Read(kv_pb2.ReadRequest(transfer_id=request.transfer_id, columns=pack_columns(missing)))
                 try:
                     async for chunk in call:
-                        columns, pages = _pages_of(chunk, missing, owner.rank.kv.page_bytes)
-                        write = partial(write_pages, owner.rank, request, chunk.group, columns, pages)
+                        columns = _checked(chunk, missing, owner.rank.kv.page_bytes)
+                        write = partial(write_pages, owner.rank, request, chunk.group, columns, chunk.data)
                         await result_of(owner.call(write))
                         del missing[chunk.group][: len(columns)]
                         num_bytes += len(chunk.data)
@@ -125,18 +125,19 @@ class _DamagedPages(Exception):
     """Received pages differ from those that were sent."""
 
 
-def _pages_of(chunk: kv_pb2.Pages, missing: Columns, page_bytes: Sequence[int]) -> tuple[list[int], list[bytes]]:
+def _checked(chunk: kv_pb2.Pages, missing: Columns, page_bytes: Sequence[int]) -> list[int]:
+    """The columns of the chunk's pages, which are as they were sent."""
     columns = unpack_tokens(chunk.columns).tolist()
     group, size = chunk.group, page_bytes[chunk.group] if chunk.group < len(page_bytes) else 0
     if not columns or not size or columns != missing[group][: len(columns)]:
         raise _DamagedPages(f"received pages {columns} of group {group}, which were not asked for")
     if len(chunk.crcs) != len(columns) or len(chunk.data) != size * len(columns):
         raise _DamagedPages(f"received {len(columns)} pages of group {group} in {len(chunk.data)} bytes")
-    pages = [chunk.data[i * size : (i + 1) * size] for i in range(len(columns))]
-    for column, page, crc in zip(columns, pages, chunk.crcs, strict=True):
-        if crc32(page) != crc:
+    data = memoryview(chunk.data)
+    for i, (column, crc) in enumerate(zip(columns, chunk.crcs, strict=True)):
+        if crc32(data[i * size : (i + 1) * size]) != crc:
             raise _DamagedPages(f"page {column} of group {group} does not match its checksum")
-    return columns, pages
+    return columns
 
 
 def pack_columns(columns: Columns) -> list[bytes]:

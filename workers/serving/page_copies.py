@@ -10,8 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 from zlib_ng.zlib_ng import crc32
 
@@ -285,10 +287,11 @@ class PageCopies:
             looked = self._thread.submit(_look, arena, found, rank.kv.page_bytes[group], buffer)
             done: Future[Any] = looked
             try:
-                pages, damaged = await result_of(looked)
-                columns, data = [each.column for each, _ in pages], [data for _, data in pages]
-                done = self._owner.call(partial(write_pages, rank, request, group, columns, data))
-                await result_of(done)
+                right, data, damaged = await result_of(looked)
+                if right:
+                    columns = [each.column for each in right]
+                    done = self._owner.call(partial(write_pages, rank, request, group, columns, data))
+                    await result_of(done)
             finally:
                 self._reuse_after(done, buffer)
         return damaged
@@ -304,15 +307,18 @@ def _has_all(pinned: store_pb2.Pinned) -> bool:
 
 def _look(
     arena: memoryview, found: Sequence[_Found], size: int, buffer: bytearray
-) -> tuple[list[tuple[_Found, memoryview]], list[_Found]]:
-    """Copies that match their checksums, in ``buffer``, and those that do not.
+) -> tuple[list[_Found], memoryview, list[_Found]]:
+    """Copies that match their checksums, what is in them, in ``buffer``, and those that do not.
 
     What was checked is what is used: it is read once.
     """
-    view = memoryview(buffer)
-    read = [(each, view[i * size : (i + 1) * size]) for i, each in enumerate(found)]
-    for each, data in read:
-        data[:] = arena[each.offset : each.offset + size]
-    matches = [crc32(data) == each.crc for each, data in read]
-    right = [pair for pair, is_right in zip(read, matches, strict=True) if is_right]
-    return right, [each for each, is_right in zip(found, matches, strict=True) if not is_right]
+    whole = memoryview(buffer)[: len(found) * size]
+    source, target = np.frombuffer(arena, np.uint8), np.frombuffer(whole, np.uint8)
+    parts = [slice(i * size, (i + 1) * size) for i in range(len(found))]
+    for each, part in zip(found, parts, strict=True):
+        target[part] = source[each.offset : each.offset + size]  # not as memoryviews, which would hold the GIL
+    matches = [crc32(whole[part]) == each.crc for each, part in zip(found, parts, strict=True)]
+    if all(matches):
+        return list(found), whole, []
+    right = b"".join(whole[part] for part, is_right in zip(parts, matches, strict=True) if is_right)
+    return list(compress(found, matches)), memoryview(right), [f for f, m in zip(found, matches, strict=True) if not m]
