@@ -32,8 +32,8 @@ log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 4 * 1024 * 1024
 """Written between two steps: a millisecond or less."""
 NUM_BUFFERS, PER_LOAD = 16, 2
-"""Of ``LOAD_BYTES``: as many loads as there are between two steps are written there, and of one load a chunk is read
-while another is written. More would not stay in the processor's caches.
+"""Of ``LOAD_BYTES`` at most. As many loads as there are between two steps are written there; of one load a chunk is
+read while another is written, as more would not stay in the processor's caches.
 """
 COPY_BYTES = 2 * 1024 * 1024
 GATHER_S = 0.25
@@ -85,7 +85,7 @@ class PageCopies:
         # The one that was used last comes first. Fresh memory takes longer to be handed out than to be copied into.
         self._buffers = asyncio.LifoQueue[bytearray]()
         for _ in range(NUM_BUFFERS):
-            self._buffers.put_nowait(bytearray(max(LOAD_BYTES, *rank.kv.page_bytes)))
+            self._buffers.put_nowait(bytearray())  # as large as its first load needs
         self.counters: Counter[str] = Counter()
         self.stats = store_pb2.StoreStats()
         """The store's, a while ago; while it does not answer, only where its copies are too."""
@@ -282,9 +282,12 @@ class PageCopies:
     ) -> list[_Found]:
         """See ``_load_group``."""
         rank = self._owner.rank
+        size = rank.kv.page_bytes[group]
         async with places:
             buffer = await self._buffers.get()
-            looked = self._thread.submit(_look, arena, found, rank.kv.page_bytes[group], buffer)
+            if len(buffer) < len(found) * size:
+                buffer = bytearray(len(found) * size)
+            looked = self._thread.submit(_look, arena, found, size, buffer)
             done: Future[Any] = looked
             try:
                 right, data, damaged = await result_of(looked)
