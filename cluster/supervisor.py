@@ -161,7 +161,7 @@ class Supervisor:
             for router in self._routers:
                 await router.set_workers(self.addresses(), self._epoch)
             for router in self._routers:
-                while len(await router.ready_workers()) < len(self.addresses()):
+                while not await self._reaches_all(router):
                     await asyncio.sleep(READY_POLL_S)
         self.keep()
 
@@ -193,14 +193,16 @@ class Supervisor:
             await asyncio.sleep(READY_POLL_S)
 
     async def _is_whole(self) -> bool:
-        addresses = self.addresses()
-        missing = {worker.name for worker in self._workers} - {address.worker_id for address in addresses}
+        missing = {worker.name for worker in self._workers} - {address.worker_id for address in self.addresses()}
         if missing or not all(router.serves for router in self._routers):
             return False
         try:
-            return all([len(await router.ready_workers()) >= len(addresses) for router in self._routers])
+            return all([await self._reaches_all(router) for router in self._routers])
         except HoldfastError:  # it has just failed
             return False
+
+    async def _reaches_all(self, router: RouterComponent) -> bool:
+        return len(await router.ready_workers()) >= len(self.addresses())
 
     @property
     def _epoch(self) -> int:
