@@ -7,8 +7,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +31,10 @@ HEAD, NODE = "127.0.0.2", "127.0.0.1"
 NODE_S = 60.0
 NOTICED_S = 30.0
 BACK_S = 120.0
+HOUR_S, PAUSE_S = 3600.0, 4.0
+KILLED_AT_S = (120.0, 1800.0, 3480.0)
+"""Ranks of the hour."""
+NUM_STREAMS = 16
 
 
 class Machines:
@@ -46,9 +53,9 @@ class Machines:
         done = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
         assert done.returncode == 0, done.stderr
 
-    async def serve(self, on: str) -> None:
+    async def serve(self, on: str, *flags: str) -> None:
         """Start the cluster from that machine, which its routers run on."""
-        await self.run("serve", "--detach", *self._flags, on=on)
+        await self.run("serve", "--detach", *self._flags, *flags, on=on)
 
     def pids(self, name: str) -> set[int]:
         """Of actors on the node."""
@@ -57,16 +64,29 @@ class Machines:
     def serving(self) -> set[int]:
         return self.pids("RouterActor") | self.pids("RankActor")
 
+    def supervisors(self) -> list[psutil.Process]:
+        return [*actors_under(self._node, "SupervisorActor"), *self.head.actors("SupervisorActor")]
+
     def num_supervisors(self) -> int:
-        return len(self.pids("SupervisorActor")) + len(self.head.actors("SupervisorActor"))
+        return len(self.supervisors())
 
     def health(self) -> dict[str, Any]:
         return dict(HTTP.get(f"{self.url}/health").json())
 
+    def audits(self) -> list[dict[str, Any]]:
+        return list(HTTP.get(f"{self.url}/holdfast/audit").json())
+
+    def rank_of(self, session: str) -> int:
+        """The pid of the rank that a session is pinned to."""
+        sessions = HTTP.get(f"{self.url}/holdfast/sessions").json()
+        pin = next(each["worker"] for each in sessions if each["session_id"] == session)
+        workers = HTTP.get(f"{self.url}/holdfast/workers").json()
+        return next(int(w["pid"]) for w in workers if f"{w['worker_id']}@{w['incarnation']}" == pin)
+
 
 @contextmanager
 def joined_node(address: str, folder: Path) -> Iterator[psutil.Process]:
-    options = ["--num-cpus", "2", "--temp-dir", str(folder), "--node-ip-address", NODE]
+    options = ["--num-cpus", "4", "--temp-dir", str(folder), "--node-ip-address", NODE]
     node = started_node([*HOLDFAST, "join", address, *options], folder / "node.log", {})
     try:
         yield node
@@ -111,6 +131,57 @@ async def test_the_head_dies_under_streams_and_comes_back(machines: Machines) ->
         assert machines.serving() >= before - {killed}, "nothing is restarted that lives"
         await until(lambda: machines.num_supervisors() == 2, BACK_S, "two supervisors")
         assert await stream(client, "last") == calm
+    await machines.run("stop")
+    assert not machines.serving()
+
+
+async def test_an_hour_without_head_and_supervisors(in_long_runs: None, machines: Machines) -> None:
+    serve = partial(machines.serve, NODE, "--workers", str(len(KILLED_AT_S) + 1))
+    await serve()
+    before, killed = machines.serving(), set[int]()
+    async with AsyncOpenAI(base_url=f"{machines.url}/v1", api_key="none", max_retries=0) as client:
+        calm = await stream(client, "calm")
+
+        def lose_both() -> None:
+            kill(machines.supervisors())
+            machines.head.kill()
+
+        # In a thread, as it waits for their ends: the streams are read meanwhile.
+        losing = ThreadPoolExecutor(1)
+        lose = partial(losing.submit, lose_both)
+        streams = [stream(client, f"s{i}", 20 if i == 0 else -1, lose) for i in range(NUM_STREAMS)]
+        assert await asyncio.gather(*streams) == [calm] * NUM_STREAMS
+        losing.shutdown()
+        await until(lambda: machines.health()["status"] == "degraded", NOTICED_S, "the router to notice")
+        gone_at, to_kill, num_turns = time.monotonic(), list(KILLED_AT_S), 0
+
+        def kill_its_rank(session: str) -> None:
+            pid = machines.rank_of(session)
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+
+        while (gone_s := time.monotonic() - gone_at) < HOUR_S:
+            session, kill_at_token = f"hour{num_turns}", -1
+            if to_kill and gone_s > to_kill[0]:
+                kill_at_token = 20
+                to_kill.pop(0)
+            assert await stream(client, session, kill_at_token, partial(kill_its_rank, session)) == calm
+            assert "control plane unreachable since 20" in machines.health()["reason"]
+            assert all(report["ok"] for report in machines.audits())
+            assert machines.serving() == before - killed
+            num_turns += 1
+            await asyncio.sleep(PAUSE_S)
+        command = [*HOLDFAST, "status", "--url", machines.url]
+        status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        assert status.returncode == 0 and "degraded: control plane unreachable" in status.stderr
+        await asyncio.to_thread(machines.head.start)
+        await serve()  # both supervisors are dead, so somebody has to ask for others
+        await until(lambda: machines.health() == {"status": "ok"}, BACK_S, "the GCS")
+        await until(lambda: len(machines.serving()) == len(before), BACK_S, "the killed ranks' next incarnations")
+        assert machines.serving() >= before - killed, "nothing is restarted that lives"
+        await until(lambda: machines.num_supervisors() == 2, BACK_S, "two supervisors")
+        assert await stream(client, "last") == calm
+    assert len(killed) == len(KILLED_AT_S) and num_turns > HOUR_S / 60
     await machines.run("stop")
     assert not machines.serving()
 
