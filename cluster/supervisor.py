@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from cluster.leadership import Leadership
@@ -47,6 +48,10 @@ class WorkerComponent(Component, Protocol):
 
     async def start(self) -> None:
         """Start a new incarnation; returns when it serves. Raises HoldfastError."""
+
+    @property
+    def waits_for(self) -> str:
+        """What the start under way, or the last one, has waited for and has not got; empty: nothing."""
 
 
 class RouterComponent(Component, Protocol):
@@ -146,9 +151,9 @@ class Supervisor:
     async def start(self) -> None:
         """Start every component and keep it running; returns when every router reaches every worker.
 
-        Raises HoldfastError, or TimeoutError after ``start_timeout_s``.
+        Raises HoldfastError, after ``start_timeout_s`` too.
         """
-        async with asyncio.timeout(self._start_timeout_s):
+        async with _deadline(self._start_timeout_s, self._missing):
             if self._stores is not None:
                 await self._stores.start()
             # All at once: loading takes longest, and the components share the cores anyway.
@@ -188,18 +193,29 @@ class Supervisor:
         self._keepers = [asyncio.create_task(self._repeat(name, loop)) for name, loop in loops]
 
     async def wait_until_whole(self) -> None:
-        """Returns when every component serves, and every router reaches every worker. Call after ``keep``."""
-        while not await self._is_whole():
-            await asyncio.sleep(READY_POLL_S)
+        """Returns when every component serves, and every router reaches every worker. Call after ``keep``.
+
+        Raises NoWorkerAvailable after ``start_timeout_s``, saying what does not serve.
+        """
+        async with _deadline(self._start_timeout_s, self._missing):
+            while not await self._is_whole():
+                await asyncio.sleep(READY_POLL_S)
 
     async def _is_whole(self) -> bool:
-        missing = {worker.name for worker in self._workers} - {address.worker_id for address in self.addresses()}
-        if missing or not all(router.serves for router in self._routers):
+        if self._not_serving():
             return False
         try:
             return all([await self._reaches_all(router) for router in self._routers])
         except HoldfastError:  # it has just failed
             return False
+
+    def _not_serving(self) -> list[str]:
+        served = {address.worker_id for address in self.addresses()}
+        workers = [_described(worker) for worker in self._workers if worker.name not in served]
+        return workers + [router.name for router in self._routers if not router.serves]
+
+    def _missing(self) -> str:
+        return ", ".join(self._not_serving()) or "connections of routers to workers"
 
     async def _reaches_all(self, router: RouterComponent) -> bool:
         return len(await router.ready_workers()) >= len(self.addresses())
@@ -229,7 +245,7 @@ class Supervisor:
             except StaleEpoch as error:
                 log.warning("%s is kept by another supervisor: %s", name, error)
                 await asyncio.sleep(RESTART_PAUSE_S)
-            except (HoldfastError, TimeoutError) as error:
+            except HoldfastError as error:
                 log.error("%s does not start: %s; retrying", name, error)
                 await asyncio.sleep(RESTART_PAUSE_S)
             except Exception:
@@ -253,7 +269,7 @@ class Supervisor:
         self._check()
         await worker.end()
         self._check()
-        async with asyncio.timeout(self._start_timeout_s):
+        async with _deadline(self._start_timeout_s, lambda: _described(worker)):
             await worker.start()
         self._workers_changed()
 
@@ -299,7 +315,7 @@ class Supervisor:
         self._check()
         await router.end()
         self._check()
-        async with asyncio.timeout(self._start_timeout_s):
+        async with _deadline(self._start_timeout_s, lambda: router.name):
             await router.start(self.addresses(), self._epoch)
 
     async def _announce(self, router: RouterComponent) -> None:
@@ -337,6 +353,20 @@ class Supervisor:
             await router.rebalance(max(1, int(self._rebalance_per_s * pause_s)))
         except HoldfastError as error:
             log.info("not rebalanced: %s", error)
+
+
+def _described(worker: WorkerComponent) -> str:
+    return f"{worker.name} (waits for {worker.waits_for})" if worker.waits_for else worker.name
+
+
+@asynccontextmanager
+async def _deadline(timeout_s: float, missing: Callable[[], str]) -> AsyncIterator[None]:
+    """Of a start. Raises NoWorkerAvailable with what is missing."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise NoWorkerAvailable(f"not ready within {timeout_s:g} s: {missing()}") from None
 
 
 async def _together(*starts: Coroutine[Any, Any, None]) -> None:

@@ -198,11 +198,8 @@ class Cluster:
     async def start(self) -> None:
         """Start everything; returns when the routers reach every worker. Raises HoldfastError."""
         tls.use_identity(self._issue(SUPERVISOR))
-        try:
-            await self._supervisor.start()
-            self._renewing = asyncio.create_task(self._renew())
-        except TimeoutError:
-            raise NoWorkerAvailable(f"the cluster did not start within {self.config.start_timeout_s} s") from None
+        await self._supervisor.start()
+        self._renewing = asyncio.create_task(self._renew())
 
     def actor_names(self) -> set[str]:
         """Of all its processes, as Ray knows them."""
@@ -227,10 +224,9 @@ class Cluster:
     async def wait_until_whole(self) -> None:
         """Returns when everything serves, or when what does not has had the time of a start."""
         try:
-            async with asyncio.timeout(self.config.start_timeout_s):
-                await self._supervisor.wait_until_whole()
-        except TimeoutError:
-            log.warning("serving without what has not started within %g s", self.config.start_timeout_s)
+            await self._supervisor.wait_until_whole()
+        except NoWorkerAvailable as error:
+            log.warning("not everything serves: %s", error)
 
     def reconfigure(self, config: Config) -> None:
         """Workers that start from now on have other settings: see ``check_upgrade``."""

@@ -64,6 +64,7 @@ class WorkerGroup:
         self._strategy = strategy
         self._host, self._issue = host, issue
         self._placement: PlacementGroup | None = None
+        self._placed = False
         self._actors: list[Any] = []
         self._processes: list[NodeProcess] = []
         self._serving: list[ServingRank] = []
@@ -96,7 +97,9 @@ class WorkerGroup:
             # Of a name of its own: that of one which is being removed is taken for a while.
             options = {"name": f"{self.name}:{time.time_ns()}", "lifetime": "detached"} if self._detached else {}
             self._placement = placement_group([self._bundle] * self.size, strategy=self._strategy, **options)
+        self._placed = False
         await self._placement.ready()
+        self._placed = True
         # Unique across restarts of the whole cluster: no old pin may name a new incarnation.
         incarnation = time.time_ns() // 1_000_000
         try:
@@ -150,6 +153,13 @@ class WorkerGroup:
             await asyncio.gather(*calls, return_exceptions=True)
         await self.end()
         self.remove_placement()
+
+    @property
+    def waits_for(self) -> str:
+        if self._placement is None or self._placed:
+            return ""
+        each = " and ".join(f"{number:g} {what}" for what, number in self._bundle.items())
+        return f"Ray to have {each} free" + (f" for each of {self.size} ranks" if self.size > 1 else "")
 
     def to_inherit(self) -> Inherited:
         """The incarnation that serves, for the cluster's next generation."""

@@ -96,6 +96,8 @@ class SupervisedRouter:
 class SupervisedWorker:
     """``acts``: called before the supervisor starts or ends anything."""
 
+    waits_for = ""
+
     def __init__(self, worker: Worker, acts: Callable[[str], None]) -> None:
         self._worker, self._world, self._acts = worker, worker.world, acts
         self.name = worker.name
