@@ -36,6 +36,7 @@ def sampling(rng: random.Random) -> SamplingParams:
             SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.6),
             SamplingParams(temperature=1.0, min_tokens=4, stop_token_ids=frozenset(WORDS[::9])),
             SamplingParams(temperature=1.0, grammar=Grammar("regex", "(yes|no){1,4}", "regex")),
+            SamplingParams(temperature=1.0, grammar=Grammar("regex", "(it was|nobody is) so when [a-z]*", "regex")),
             SamplingParams(temperature=0.7, stop=("e", "a")),
             SamplingParams(num_logprobs=1, logprob_start=0),
         ]
@@ -192,7 +193,7 @@ def play(seed: int) -> tuple[int, int, int]:
         engine.stop()
     counters = engine.leader.counters
     drafted, accepted = (
-        sum(counters[f"{what}_{name}"] for name in ("ngram", "prediction", "model", "head"))
+        sum(counters[f"{what}_{name}"] for name in ("ngram", "prediction", "grammar", "model", "head"))
         for what in ("draft_tokens", "accepted_draft_tokens")
     )
     return drafted, accepted, engine.scheduler.num_retracted

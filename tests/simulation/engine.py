@@ -47,6 +47,9 @@ class Guesses(Speculation):
     def pays(self, num_rows: int) -> bool:
         return random.random() < 0.5
 
+    def certainty_pays(self, num_rows: int) -> bool:
+        return random.random() < 0.5
+
 
 class SimulatedLeader(Leader):
     """The leader's loop as a task: one step, then the time that it took."""

@@ -14,8 +14,10 @@ from workers.grammar.turns import TurnGrammars
 from workers.models.heads import EAGLE3, MTP
 from workers.scheduling import Draft, Speculation, Step, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation, ModelSpeculation
+from workers.scheduling.speculation import GRAMMAR
 
-DRAFTERS = {"NGRAM": "ngram", STANDALONE: "model", EAGLE3: "head", MTP: "head"}
+NGRAM = "NGRAM"
+DRAFTERS = {NGRAM: "ngram", STANDALONE: "model", EAGLE3: "head", MTP: "head"}
 """What computes an algorithm's drafts, as counters call it."""
 PLAIN_STEPS = 4
 """One of so many steps without drafts is measured."""
@@ -35,10 +37,11 @@ class TurnDrafts:
         kinds = {"model": ModelSpeculation, "head": HeadSpeculation}
         kind = kinds.get(self._drafter)
         self._model = kind(max_draft, rank.step_tokens) if kind is not None else None
-        self.speculation = Speculation(max_draft) if algorithm == "NGRAM" else self._model
+        self.speculation = Speculation(max_draft) if algorithm == NGRAM else self._model
         self._rank = rank
         self._num_plain, self._computing_s = 0, 0.0
         self._grammars = grammars
+        grammars.looks_ahead = algorithm == NGRAM
         self._counters = counters
 
     def begin(self, turn: Turn) -> None:
@@ -50,13 +53,33 @@ class TurnDrafts:
 
     def candidates(self) -> list[Turn]:
         """See ``scheduling.Drafts``."""
-        return self.speculation.candidates() if self.speculation is not None else []
+        if self.speculation is None:
+            return []
+        found = self.speculation.candidates()
+        if not self._grammars.forced:
+            return found
+        return found + [turn for turn in self._grammars.forced if turn not in set(found)]
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """See ``scheduling.Drafts``."""
         assert self.speculation is not None, "there is no candidate"
         draft = self.speculation.propose(turn, limit, num_rows)
-        return draft if draft is None or self._model is not None else self._allowed(turn, draft)
+        if self._model is not None:
+            return draft
+        draft = self._with_forced(turn, draft, min(limit, self.speculation.max_draft), num_rows)
+        return self._allowed(turn, draft) if draft is not None else None
+
+    def _with_forced(self, turn: Turn, draft: Draft | None, limit: int, num_rows: int) -> Draft | None:
+        """The tokens in which the turn's grammar leaves no choice, unless what was looked up has all of them."""
+        forced = self._grammars.forced.get(turn)
+        if forced is None or not self._certainty_pays(num_rows):
+            return draft
+        if draft is not None and draft.tokens[: len(forced)] == forced:
+            return draft
+        return Draft(forced[:limit], GRAMMAR)
+
+    def _certainty_pays(self, num_rows: int) -> bool:
+        return isinstance(self.speculation, Speculation) and self.speculation.certainty_pays(num_rows)
 
     def compute(self, step: Step) -> None:
         """Have a draft model compute the drafts that are planned. The step's page tables are on the device."""
@@ -90,7 +113,9 @@ class TurnDrafts:
             return False
         if [work for work in launched.work if work.draft is not None]:
             return True
-        return self.speculation.pays(len(launched.work))
+        num_rows = len(launched.work)
+        follows = any(turn.in_flight and len(tokens) > 1 for turn, tokens in self._grammars.forced.items())
+        return self.speculation.pays(num_rows) or (follows and self._certainty_pays(num_rows))
 
     def receive(self, work: Work, num_received: int, num_accepted: int) -> None:
         """A turn has this many new tokens; so many of its draft were right, of which its end may have left out some.
@@ -101,7 +126,7 @@ class TurnDrafts:
         accepted = min(num_received, num_accepted)
         self.speculation.receive(work.turn, work.draft, accepted)
         if work.draft is not None:
-            drafter = "prediction" if work.draft.is_predicted else self._drafter
+            drafter = work.draft.source or self._drafter
             self._counters[f"verify_steps_{drafter}"] += 1
             self._counters[f"draft_tokens_{drafter}"] += len(work.draft.tokens)
             self._counters[f"accepted_draft_tokens_{drafter}"] += accepted

@@ -20,6 +20,12 @@ class Matcher(Protocol):
     def validate_tokens(self, tokens: list[int]) -> int:
         """How many of these tokens, from the first on, may come next. Takes none."""
 
+    def compute_ff_bytes(self) -> bytes:
+        """The text that must come next, whatever is chosen."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        """The tokens of that text: no others are allowed. Its end is left out if what follows it may change them."""
+
     def is_stopped(self) -> bool:
         """Whether no token but the end token can follow, or the matcher failed."""
 

@@ -23,6 +23,8 @@ MAX_CACHED = 256
 """Compiled grammars: agents send the same few with each request."""
 NUM_THREADS = 2
 """One slow grammar does not delay the others."""
+MAX_FORCED_BYTES = 1024
+"""Text that must come next and is longer is not looked at until less of it is left: its tokens would take too long."""
 
 
 class TurnGrammars:
@@ -37,6 +39,10 @@ class TurnGrammars:
         self._masking = executor or ThreadPoolExecutor(1, "holdfast-mask")
         self._compiled: OrderedDict[Hashable, Future[Any]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
+        self.looks_ahead = False
+        """Whether ``forced`` is kept."""
+        self.forced: dict[Turn, array[int]] = {}
+        """Of turns whose grammar leaves no choice for a while, the tokens that come next."""
 
     def compile(self, grammar: Grammar) -> Future[Matcher]:
         """The compiled grammar, from the cache if it is there. The future may raise InvalidRequest."""
@@ -60,12 +66,24 @@ class TurnGrammars:
         matcher = self._matchers[turn.turn_id] = compiled.deep_copy()
         for token in turn.tokens[turn.prompt_len :]:
             _consume(matcher, token, turn)
+        self._look_ahead(turn, matcher)
 
     def push(self, turn: Turn) -> None:
         """The turn's last token is new. Raises InvalidRequest if the grammar became too complex to follow."""
         matcher = self._matchers.get(turn.turn_id)
         if matcher is not None:
             _consume(matcher, turn.tokens[-1], turn)
+            self._look_ahead(turn, matcher)
+
+    def _look_ahead(self, turn: Turn, matcher: Matcher) -> None:
+        """The turn's last token is new."""
+        if not self.looks_ahead:
+            return
+        known = self.forced.pop(turn, None)
+        if known is not None and len(known) > 1 and known[0] == turn.tokens[-1]:
+            self.forced[turn] = known[1:]
+        elif 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES and (tokens := matcher.compute_ff_tokens()):
+            self.forced[turn] = array("i", tokens)
 
     def complete(self, turn: Turn) -> bool:
         """Whether the turn has a grammar, and nothing but the end token can follow its output."""
@@ -75,6 +93,7 @@ class TurnGrammars:
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
         self._matchers.pop(turn.turn_id, None)
+        self.forced.pop(turn, None)
 
     def allowed(self, turn: Turn, draft: array[int]) -> int:
         """How many tokens of a draft the turn's grammar allows, from the first on."""

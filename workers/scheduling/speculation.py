@@ -32,16 +32,21 @@ MAX_SURPRISE = 1.5
 """A step that took longer than this many times the expected was delayed by something else."""
 
 
+PREDICTION, GRAMMAR = "prediction", "grammar"
+"""What drafts may come from, beside the drafter that a worker has: what the request predicts, what it leaves no choice
+in."""
+
+
 class Draft(NamedTuple):
     """Tokens that may follow a turn's last one."""
 
     tokens: array[int]
-    is_predicted: bool = False
-    """By the request's own prediction."""
+    source: str = ""
+    """``PREDICTION`` or ``GRAMMAR``; empty: the worker's drafter."""
 
     def first(self, count: int) -> Draft:
         """Its first tokens, at most ``count``."""
-        return self if count >= len(self.tokens) else Draft(self.tokens[:count], self.is_predicted)
+        return self if count >= len(self.tokens) else Draft(self.tokens[:count], self.source)
 
     def prefixes(self) -> list[array[int]]:
         """Its beginnings, from the first token alone to all of it."""
@@ -58,7 +63,7 @@ class Draft(NamedTuple):
 def count_drafts(turn: Turn, draft: Draft, num_accepted: int) -> None:
     """A step has verified a turn's draft."""
     turn.drafts = turn.drafts or DraftCounts()
-    turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.is_predicted)
+    turn.drafts.add(len(draft.tokens), num_accepted, is_predicted=draft.source == PREDICTION)
 
 
 class StepCosts:
@@ -143,15 +148,21 @@ class Speculation:
         return list(self._drafter.matches)
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
-        """What may follow a candidate's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
-        match = self._drafter.matches[turn]
+        """What may follow a turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
+        match = self._drafter.matches.get(turn)
+        if match is None:
+            return None
         count = min(limit, self._num_paying(turn, match, num_rows))
         if not count:
             return None
         tokens = match.draft(count)
         if SEPARATOR in tokens:
             del tokens[tokens.index(SEPARATOR) :]
-        return Draft(tokens, self._drafter.is_predicted(turn, match)) if tokens else None
+        return Draft(tokens, PREDICTION if self._drafter.is_predicted(turn, match) else "") if tokens else None
+
+    def certainty_pays(self, num_rows: int) -> bool:
+        """Whether a draft pays whose tokens are all right."""
+        return MARGIN * self.costs.break_even(num_rows) <= 1.0
 
     def pays(self, num_rows: int) -> bool:
         """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
