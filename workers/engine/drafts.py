@@ -55,10 +55,8 @@ class TurnDrafts:
         """See ``scheduling.Drafts``."""
         if self.speculation is None:
             return []
-        found = self.speculation.candidates()
-        if not self._grammars.forced:
-            return found
-        return found + [turn for turn in self._grammars.forced if turn not in set(found)]
+        # Each once, in an order that does not depend on chance.
+        return list(dict.fromkeys([*self.speculation.candidates(), *self._grammars.forced]))
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """See ``scheduling.Drafts``."""
