@@ -49,11 +49,12 @@ async def test_a_token_is_found_and_its_absence_is_explained(
 async def test_a_start_without_room_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with ray_head(tmp_path, num_cpus=0) as head:
-        flags = ["--address", head.address, "--workers", "1", "--tp", "2", "--start-timeout-s", "15", "--device", "cpu"]
+        flags = ["--address", head.address, "--workers", "1", "--tp", "2", "--start-timeout-s", "5", "--device", "cpu"]
         command = [*HOLDFAST, "serve", *flags, "--journal-path", str(tmp_path / "j.db"), "--port", "0"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=180)
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
         waits = "worker-0 (waits for Ray to have 1 CPU free for each of 2 ranks)"
-        assert last == f"holdfast: not ready within 15 s: {waits}", done.stderr
+        # On a busy machine its router may not serve by then, and is named after it.
+        assert last.startswith(f"holdfast: not ready within 5 s: {waits}"), done.stderr
         assert not head.actors(), "nothing waits on behind it"
