@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workers.scheduling import SamplingParams, Speculation, Turn
 from workers.scheduling.drafter import MAX_RECENT, NgramDrafter
-from workers.scheduling.ngram import SIZES, NgramIndex, Source
+from workers.scheduling.ngram import NEAR, SIZES, NgramIndex, Source
 from workers.scheduling.speculation import StepCosts
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=120)
@@ -183,3 +183,37 @@ def test_a_dear_draft_is_not_remembered_for_ever() -> None:
     for _ in range(120):
         costs.observe(16, 0.002)
     assert costs.break_even(16) < 1.1 * before
+
+
+def followed_to(prediction: list[int], output: list[int]) -> tuple[NgramDrafter, Turn]:
+    """A turn that has said ``output``, a token at a time."""
+    drafter, turn = NgramDrafter(), turn_of([1, 2], 2, prediction=array("i", prediction))
+    drafter.begin(turn)
+    for token in output:
+        turn.tokens.append(token)
+        drafter.receive(turn)
+    return drafter, turn
+
+
+@given(st.integers(3, 60), st.integers(0, NEAR - 2), st.integers(0, NEAR - 3))
+def test_a_prediction_continues_right_after_an_edit(kept: int, num_gone: int, num_new: int) -> None:
+    """Two tokens of what follows are enough: of those of a failed lookup's two, one is looked up."""
+    prediction = list(range(100, 200))
+    after = kept + num_gone
+    output = [*prediction[:kept], *range(900, 900 + num_new), *prediction[after : after + 2]]
+    drafter, turn = followed_to(prediction, output)
+    assert drafter.matches[turn].draft(5).tolist() == prediction[after + 2 : after + 7]
+    assert drafter.is_predicted(turn, drafter.matches[turn])
+
+
+def test_one_equal_token_is_chance_far_from_where_the_prediction_was_left() -> None:
+    prediction, new = list(range(100, 200)), list(range(900, 900 + NEAR))
+    for output in ([*prediction[:20], *new, prediction[25]], [*prediction[:20], *new[:3], prediction[20 + NEAR]]):
+        drafter, turn = followed_to(prediction, output)
+        assert turn not in drafter.matches
+
+
+def test_an_equal_token_that_does_not_continue_is_not_where_the_next_is_sought_from() -> None:
+    prediction = list(range(100, 200))
+    drafter, turn = followed_to(prediction, [*prediction[:20], prediction[30], 900, prediction[22], prediction[23]])
+    assert drafter.matches[turn].draft(2).tolist() == prediction[24:26]

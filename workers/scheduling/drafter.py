@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.scheduling.ngram import Match, NgramIndex, Source
+from workers.scheduling.ngram import NEAR, Match, NgramIndex, Source
 from workers.scheduling.turn import Turn
 
 MAX_INDEXED = 2**24
@@ -58,6 +58,10 @@ class _Followed:
     began: int = 0
     """The match's length when it was found."""
     interval: int = 1
+    left_at: int = 0
+    """Where the output left the prediction."""
+    left_len: int = -NEAR
+    """The turn's length then."""
 
 
 class NgramDrafter:
@@ -91,16 +95,19 @@ class NgramDrafter:
             for token in new:
                 held.append((match.length, match.advance(token)))
                 if not held[-1][1]:
-                    self._lost(turn, followed, lasted=match.length > followed.began)
+                    self._lost(turn, followed, match)
                     match = None
                     break
         if match is None and len(turn.tokens) >= turn.look_at:
             self._look(turn, followed)
         return held
 
-    def _lost(self, turn: Turn, followed: _Followed, *, lasted: bool) -> None:
+    def _lost(self, turn: Turn, followed: _Followed, match: Match) -> None:
         """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
         del self.matches[turn]
+        lasted = match.length > followed.began
+        if lasted and match.source is followed.prediction:
+            followed.left_at, followed.left_len = match.position, len(turn.tokens)
         followed.interval = 1 if lasted else self._longer(followed)
         turn.look_at = followed.seen + followed.interval - 1
 
@@ -148,7 +155,11 @@ class NgramDrafter:
             found.append(followed.prediction.find(turn.tokens))
         if turn.tenant in self._recent:
             found.append(self._recent[turn.tenant].source.find(turn.tokens))
-        return max((match for match in found if match is not None), key=lambda match: match.length, default=None)
+        best = max((match for match in found if match is not None), key=lambda match: match.length, default=None)
+        if best is None and followed.prediction is not None and len(turn.tokens) < followed.left_len + NEAR:
+            # An edit has changed a few tokens: the prediction continues after them.
+            best = followed.prediction.find_near(turn.tokens[-1], followed.left_at)
+        return best
 
     def _bound_indexes(self) -> None:
         total = sum(map(len, self._indexes.values()))

@@ -17,6 +17,8 @@ import numpy as np
 
 SIZES = (6, 3)
 """Tokens that are looked up, longest first. Shorter matches are mostly chance."""
+NEAR = 16
+"""Tokens in which one that is equal is enough."""
 MAX_MATCH = 32
 """Tokens of a match that are counted: a longer one is no likelier to continue."""
 _FACTORS = (0x2545F4914F7, 0x36DD6C24F1B, 0x1F8A3C5D2E9, 0x3A1B7E6C40D, 0x2C9F15A8B63, 0x17D4E8F39A5)
@@ -133,6 +135,11 @@ class Source:
                 if length >= SIZES[-1]:
                     return Match(self, position, length, repeats)
         return None
+
+    def find_near(self, token: int, position: int) -> Match | None:
+        """Where the source has ``token`` soonest, in the ``NEAR`` tokens from ``position`` on."""
+        near = self.tokens[position : position + NEAR]
+        return Match(self, position + near.index(token) + 1, 1) if token in near else None
 
 
 @dataclass(slots=True)
