@@ -84,10 +84,11 @@ def serve(config_file: Path | None, detach: bool, **flags: Any) -> None:
     if detach and config.address is None:
         raise ConfigError("detach: needs the address of a Ray cluster, which the processes run on")
     with gcs_storage() as storage:
-        on_ray = joined if config.address is not None else partial(own_node, gcs_storage=storage)
+        own = partial(own_node, config, gcs_storage=storage)
 
         def run(generation: Generation) -> None:
-            _run(serve_supervised(config, on_ray(config), generation, detach))
+            on_ray = own if config.address is None else lambda stop: joined(config)
+            _run(serve_supervised(config, on_ray, generation, detach))
 
         code = run_guarded(run, config.drain_timeout_s)
     remove_stale()

@@ -11,10 +11,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -31,23 +31,25 @@ if TYPE_CHECKING:
     from cluster.ray_backend.supervisor_actor import SupervisorState
 
 SUPERVISORS_CHECK_S = 2.0
+OnRay: TypeAlias = Callable[[asyncio.Event], AbstractAsyncContextManager[asyncio.Event]]
 
 
-async def serve_supervised(
-    config: Config, on_ray: AbstractAsyncContextManager[asyncio.Event], generation: Generation, detach: bool = False
-) -> None:
+async def serve_supervised(config: Config, on_ray: OnRay, generation: Generation, detach: bool = False) -> None:
     """Start the cluster, find it where it runs already, or take it over; wait for a signal, then stop it.
 
-    ``on_ray``: this process is a client of Ray within; yields what is set when the cluster needs another Ray node.
-    ``detach``: leave the cluster running as soon as it serves. Raises HoldfastError.
+    ``on_ray``: this process is a client of Ray within. Is given what is set when it is to stop, and yields what is set
+    when the cluster needs another Ray node. ``detach``: leave the cluster running as soon as it serves. Raises
+    HoldfastError.
     """
     with ray_output(config.ray_log_path) as stdout:
-        async with on_ray as lost:
+        stop = asyncio.Event()
+        async with on_ray(stop) as lost:
             from cluster.ray_backend.processes import end_at_once
             from cluster.ray_backend.succession import Inheritance
             from cluster.ray_backend.supervisor_actor import stop_cluster
 
-            stop = _stop_signal()  # after Ray has set its own
+            for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set its own
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
             before = await Inheritance.of(generation.predecessor) if generation.predecessor is not None else None
             start = _start_or_attach(config) if before is None else _take_over(before)
             attached = await _first_of(start, stop, lost)
@@ -128,11 +130,12 @@ async def joined(config: Config) -> AsyncIterator[asyncio.Event]:
 
 
 @contextlib.asynccontextmanager
-async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[asyncio.Event]:
+async def own_node(config: Config, stop: asyncio.Event, gcs_storage: Path | None) -> AsyncIterator[asyncio.Event]:
     """This process has started a Ray node meanwhile, and is its client. Raises ConfigError, HoldfastError.
 
     ``gcs_storage``: a folder for the GCS's state, if its death is our affair. Yields what is set when that state is
-    lost. When the node is lost, and with it all that runs here, this process ends at once. Import ``ray`` within.
+    lost. When the node is lost, and with it all that runs here, this process ends at once: see
+    ``end_with_raylet``. Import ``ray`` within.
     """
     prepare_environment()
     if gcs_storage is not None:
@@ -148,7 +151,7 @@ async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[as
     keeper = None
     if gcs_storage is not None:
         keeper = GcsKeeper(on_lost=lambda: loop.call_soon_threadsafe(lost.set), on_another=end_at_once)
-    watching = asyncio.create_task(end_with_raylet())
+    watching = asyncio.create_task(end_with_raylet(stop))
     try:
         yield lost
     finally:
@@ -156,13 +159,6 @@ async def own_node(config: Config, gcs_storage: Path | None) -> AsyncIterator[as
         if keeper is not None:
             keeper.stop()
         ray.shutdown()
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _first_of(work: Any, *events: asyncio.Event) -> Any:

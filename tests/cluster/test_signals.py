@@ -42,12 +42,20 @@ def signal_every_process(served: Served, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
+def signal_group_and_lose_the_raylet(served: Served, number: signal.Signals) -> None:
+    """A raylet that is signalled too may be gone before the cluster has stopped."""
+    (raylet,) = (p for p in psutil.Process(served.process.pid).children(recursive=True) if p.name() == "raylet")
+    signal_group(served, number)
+    raylet.kill()
+
+
 @pytest.mark.parametrize(
     ("send", "number"),
     [
         (signal_group, signal.SIGTERM),
         (signal_group, signal.SIGINT),
         (signal_every_process, signal.SIGTERM),
+        (signal_group_and_lose_the_raylet, signal.SIGTERM),
     ],
 )
 async def test_a_signal_with_live_turns_ends_everything_in_time(
