@@ -16,8 +16,8 @@ from tests.waiting import until
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Harness]:
-    """Its turns wait for no token longer than half a second, but in a pause."""
-    async with running(tmp_path, token_timeout_s=0.5) as harness:
+    """Its turns wait for no token longer than two seconds, but in a pause: a busy machine may stall for one."""
+    async with running(tmp_path, token_timeout_s=2.0) as harness:
         yield harness
         await harness.assert_no_leak()
 
@@ -60,7 +60,7 @@ async def test_a_paused_turn_goes_on_as_if_nothing_had_happened(
     assert 3 < before < 400
     late = asyncio.create_task(http.post("/generate", json=body("A turn that comes in the pause", 4)))
     await until(lambda: sum(len(s.waiting) for s in schedulers(cluster)) >= 1, 20, "the second turn to wait")
-    await asyncio.sleep(1.0)  # twice as long as a turn may wait for a token
+    await asyncio.sleep(3.0)  # longer than a turn may wait for a token
     assert num_output(cluster) == before and not task.done() and not late.done()
     await http.post("/flush_cache")
     assert (await http.get("/holdfast/workers")).json()[0]["paused"]
