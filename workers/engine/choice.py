@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts
 from workers.engine.sampler import Place, Restrictions, sample
-from workers.kernels.noise import AddNoise, add_torch_noise
+from workers.kernels.sampling import TORCH_SAMPLING, Sampling
 from workers.kernels.upload import Download, upload_parts
 from workers.scheduling import Step, Turn, Work
 
@@ -99,7 +99,7 @@ class Choice:
         self._wanted = [(i, token) for i, t in enumerate(of_rows) for token in t.params.logprob_token_ids]
 
     def queue(
-        self, logits: Tensor, counts: PenaltyCounts, add_noise: AddNoise = add_torch_noise
+        self, logits: Tensor, counts: PenaltyCounts, sampling: Sampling = TORCH_SAMPLING
     ) -> tuple[Tensor, Tensor]:
         """Compute it on the device: the chosen tokens int64 ``[places]``, and all results int32 in one row."""
         log_probs = None
@@ -119,7 +119,7 @@ class Choice:
             picked = logits.narrow(0, 0, len(self._places))
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
-            chosen = sample(picked, self._places, self._restricted, counts, add_noise)
+            chosen = sample(picked, self._places, self._restricted, counts, sampling)
         results = [chosen.int()]
         if log_probs is not None:
             tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])

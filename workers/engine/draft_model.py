@@ -78,7 +78,7 @@ class DraftModel:
         """``kv``: with as many pages as the group whose page ``table`` it is. ``backend``: the decoder's own."""
         tables = [table] * len(decoder.config.kv_groups)
         self._model = PagedModel(decoder, backend, kv, tables, lambda chosen: chosen)
-        self._add_noise = backend.add_noise
+        self._sampling = backend.sampling
 
     def keep(self, work: Sequence[Work], hidden: Hidden) -> None:
         """See ``Drafter``. It needs nothing."""
@@ -97,7 +97,7 @@ class DraftModel:
         while drafting:
             assert logits is not None
             places = [Place(job.turn, drafts[job.turn.turn_id][:]) for job in drafting]
-            chosen = sample(logits, places, restrictions(places, {}), counts, self._add_noise).tolist()
+            chosen = sample(logits, places, restrictions(places, {}), counts, self._sampling).tolist()
             batch, went_on = Batch(), array("i")
             for i, (job, token) in enumerate(zip(drafting, chosen, strict=True)):
                 draft = drafts[job.turn.turn_id]

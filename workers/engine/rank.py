@@ -68,7 +68,7 @@ class Rank:
         self.device = pick_device(config.device)
         self.dtype = activation_dtype(config.dtype, self.model_config, self.device)
         backend = self._load_backend(config)
-        self._add_noise = backend.add_noise
+        self._sampling = backend.sampling
         self.step_tokens = step_tokens(config, self.device)
         """The most that a step computes."""
         config = replace(config, chunked_prefill_size=self.step_tokens)
@@ -256,13 +256,21 @@ class Rank:
     ) -> tuple[Choice, Download]:
         logits = self._logits if self._logits is not None else torch.empty((0, 1), device=self.device)
         choice = Choice(work, ended, masks.result() if masks is not None else {})
-        self._chosen, results = choice.queue(logits, self._counts, self._add_noise)
+        self._chosen, results = choice.queue(logits, self._counts, self._sampling)
         if self._drafter is not None:
             self._drafter.keep(work, self._model.hidden)
         return choice, Download(results)
 
     @torch.inference_mode()
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
+        if self.device.type == "cpu":
+            for group, row, first, entries in table_updates:
+                self.tables[group].numpy()[row, first : first + len(entries)] = entries
+        else:
+            self._send_updates(table_updates)
+        self.kv.copy_pages(copies)
+
+    def _send_updates(self, table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
         last: list[dict[tuple[int, int], int]] = [{} for _ in self.tables]
         for group, row, first, entries in table_updates:
@@ -272,7 +280,6 @@ class Rank:
                 parts = (*zip(*changed, strict=True), changed.values())
                 rows, columns, pages = upload_parts([array("i", part) for part in parts], self.device)
                 table.index_put_((rows, columns), pages)
-        self.kv.copy_pages(copies)
 
     def _fed(self, chosen: Tensor) -> Tensor:
         """Tokens that were chosen last, on every rank: the leader's."""

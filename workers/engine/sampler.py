@@ -3,8 +3,8 @@
 A token is drawn with the Gumbel-max trick: ``argmax(logits / temperature + gumbel)`` over the filtered tokens. A turn
 continues after a failover as it would have without one: see ``kernels.noise``.
 
-A step's parameters go to the device in one copy, grammars' masks in another, and nothing comes back: the host does
-not wait.
+Parameters go to the device in one copy for each of what there is in a step: biases, penalties, grammars' masks, draws.
+Nothing comes back: the host does not wait.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts, penalties_of
-from workers.kernels.noise import AddNoise, add_torch_noise, mixing_keys
+from workers.kernels.noise import mixing_keys
+from workers.kernels.sampling import TORCH_SAMPLING, Sampling
 from workers.kernels.upload import upload_parts
 from workers.scheduling import SamplingParams, Turn
 
@@ -49,80 +50,78 @@ def sample(
     places: Sequence[Place],
     restricted: Restrictions,
     counts: PenaltyCounts,
-    add_noise: AddNoise = add_torch_noise,
+    sampling: Sampling = TORCH_SAMPLING,
 ) -> Tensor:
     """One token a place, int64 ``[places]``, from fp32 ``logits [places, vocab]``, which is changed in place."""
     params = [place.turn.params for place in places]
-    penalized = [i for i, p in enumerate(params) if p.penalized]
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    biases = _biases(params, restricted.banned)
-    if not (penalized or drawn or biases[0] or restricted.masks):
-        return logits.argmax(dim=-1)
-    count_rows, new = counts.rows_of([places[i].turn for i in penalized])
-    drafted = [(row, token) for row, i in enumerate(penalized) for token in places[i].drafted]
-    picked_params = [params[i] for i in drawn]
-    keys = mixing_keys([(params[i].seed, places[i].position) for i in drawn])
-    ints = [array("i", part) for part in (biases[0], biases[1], penalized, count_rows)]
-    ints += [array("i", [pair[i] for pair in drafted]) for i in (0, 1)]
-    ints += [new.rows, new.tokens, new.is_output, array("i", drawn), keys]
-    ints.append(array("i", [p.top_k or logits.shape[-1] for p in picked_params]))
-    floats = [array("f", biases[2]), penalties_of([params[i] for i in penalized])]
-    floats += [
-        array("f", [p.temperature for p in picked_params]),
-        array("f", [p.top_p for p in picked_params]),
-        array("f", [p.min_p for p in picked_params]),
-    ]
-    sent = upload_parts([*ints, *floats], logits.device)
-    bias_rows, bias_tokens, at, count_at, drafted_rows, drafted_tokens, *new_counts, drawn_at, keys_at, top_k = sent[
-        : len(ints)
-    ]
-    bias_values, penalties, temperature, top_p, min_p = sent[len(ints) :]
-
-    if biases[0]:
-        logits.index_put_((bias_rows, bias_tokens), bias_values, accumulate=True)
-    if penalized:
-        counts.add(*new_counts)
-        kept = counts.penalize(
-            logits.index_select(0, at), count_at, penalties.view(3, -1, 1), (drafted_rows, drafted_tokens)
-        )
-        logits.index_put_((at,), kept)
+    _bias(logits, params, restricted.banned)
+    if penalized := [i for i, p in enumerate(params) if p.penalized]:
+        _penalize(logits, places, penalized, counts)
     if restricted.masks:
-        _mask(logits, restricted.masks)
+        _mask(logits, restricted.masks, sampling)
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    if len(drawn) == len(places):
+        return _draw(logits, places, sampling)
+    tokens = sampling.likeliest(logits)
     if drawn:
-        picked = logits.index_select(0, drawn_at) / temperature.unsqueeze(1)
-        _filter(picked, picked_params, top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1))
-        add_noise(picked, keys_at)
-        if len(drawn) == len(places):
-            return picked.argmax(dim=-1)
-        logits.index_put_((drawn_at,), picked)
-    return logits.argmax(dim=-1)
+        at = upload_parts([array("i", drawn)], logits.device)[0]
+        tokens.index_put_((at,), _draw(logits.index_select(0, at), [places[i] for i in drawn], sampling))
+    return tokens
 
 
-def _biases(
-    params: Sequence[SamplingParams], banned: Mapping[int, Collection[int]]
-) -> tuple[list[int], list[int], list[float]]:
-    """Rows, tokens, and what is added to their logits; no place twice, because sums have no order on a device."""
-    rows: list[int] = []
-    tokens: list[int] = []
-    values: list[float] = []
+def _bias(logits: Tensor, params: Sequence[SamplingParams], banned: Mapping[int, Collection[int]]) -> None:
+    rows, tokens, values = array("i"), array("i"), array("f")
     for i, p in enumerate(params):
         if p.logit_bias or i in banned:
+            # No place twice: sums have no order on a device.
             biases = dict(p.logit_bias) | dict.fromkeys(banned.get(i, ()), float("-inf"))
-            rows += [i] * len(biases)
-            tokens += biases.keys()
-            values += biases.values()
-    return rows, tokens, values
+            rows.extend([i] * len(biases))
+            tokens.extend(biases.keys())
+            values.extend(biases.values())
+    if rows:
+        at, tokens_at, added = upload_parts([rows, tokens, values], logits.device)
+        logits.index_put_((at, tokens_at), added, accumulate=True)
 
 
-def _mask(logits: Tensor, masks: Mapping[int, bytes]) -> None:
+def _penalize(logits: Tensor, places: Sequence[Place], penalized: Sequence[int], counts: PenaltyCounts) -> None:
+    turns = [places[i].turn for i in penalized]
+    count_rows, new = counts.rows_of(turns)
+    drafted = [(row, token) for row, i in enumerate(penalized) for token in places[i].drafted]
+    pairs = ([pair[i] for pair in drafted] for i in (0, 1))
+    ints = [array("i", part) for part in (penalized, count_rows, *pairs)]
+    ints += [new.rows, new.tokens, new.is_output]
+    parts: list[array[Any]] = [*ints, penalties_of([turn.params for turn in turns])]
+    rows, count_at, drafted_rows, drafted_tokens, *new_counts, penalties = upload_parts(parts, logits.device)
+    counts.add(*new_counts)
+    kept = counts.penalize(
+        logits.index_select(0, rows), count_at, penalties.view(3, -1, 1), (drafted_rows, drafted_tokens)
+    )
+    logits.index_put_((rows,), kept)
+
+
+def _mask(logits: Tensor, masks: Mapping[int, bytes], sampling: Sampling) -> None:
     packed = array("i", b"".join([mask + bytes(-len(mask) % 4) for mask in masks.values()]))
-    at, words = upload_parts([array("i", masks), packed], logits.device)
-    bits = words.view(len(masks), -1, 1) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
-    forbidden = bits.flatten(1).narrow(1, 0, logits.shape[-1]) == 0
-    if len(masks) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        logits.index_put_((at,), logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
+    rows, words = upload_parts([array("i", masks), packed], logits.device)
+    sampling.mask(logits, rows, words.view(len(masks), -1))
+
+
+def _draw(logits: Tensor, places: Sequence[Place], sampling: Sampling) -> Tensor:
+    """A token for each of these places, all of which have a temperature."""
+    params = [place.turn.params for place in places]
+    keys = mixing_keys([(place.turn.params.seed, place.position) for place in places])
+    parts: list[array[Any]] = [keys, array("f", [p.temperature for p in params])]
+    if not any([p.filtered for p in params]):
+        keys_at, temperature = upload_parts(parts, logits.device)
+        return sampling.draw(logits, temperature, keys_at)
+    parts += [
+        array("i", [p.top_k or logits.shape[-1] for p in params]),
+        array("f", [p.top_p for p in params]),
+        array("f", [p.min_p for p in params]),
+    ]
+    keys_at, temperature, *filters = upload_parts(parts, logits.device)
+    logits = logits / temperature.unsqueeze(1)
+    _filter(logits, params, *[part.unsqueeze(1) for part in filters])
+    return sampling.draw(logits, torch.ones_like(temperature), keys_at)
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:

@@ -13,12 +13,13 @@ from holdfast.errors import ConfigError
 from workers.kernels.attention import DecodePlanner, Planner
 from workers.kernels.cpu.library import load_library
 from workers.kernels.cpu.operations import CpuElementwise, CpuExperts, CpuProducts
+from workers.kernels.cpu.sampling import CpuSampling
 from workers.kernels.cpu.tape import Tape
 from workers.kernels.elementwise import Elementwise, TorchElementwise
 from workers.kernels.grouped_experts import Experts, TorchExperts
-from workers.kernels.noise import AddNoise, add_torch_noise
 from workers.kernels.paged_attention import plan_attention
 from workers.kernels.products import Products, TorchProducts
+from workers.kernels.sampling import TORCH_SAMPLING, Sampling
 from workers.kernels.tiles import BY_RULE, Tiles
 
 BACKENDS = ("auto", "torch_native", "triton", "cpu")
@@ -37,7 +38,7 @@ class Backend:
     products: Products
     tape: Tape | None = None
     """What its operations are recorded on: they compute nothing themselves."""
-    add_noise: AddNoise = add_torch_noise
+    sampling: Sampling = TORCH_SAMPLING
     plan_decodes: DecodePlanner | None = None
     """None: its launches depend on what a batch holds, and cannot be captured as a graph."""
 
@@ -109,5 +110,10 @@ def _cpu(device: torch.device, dtype: torch.dtype, quantization: str | None, num
         raise ConfigError("attention_backend: cpu needs a C++20 compiler, and its log says what is missing")
     tape = Tape(library, dtype, num_threads)
     return Backend(
-        plan_attention, CpuElementwise(tape), CpuExperts(tape), CpuProducts(tape, quantization), tape, tape.add_noise
+        plan_attention,
+        CpuElementwise(tape),
+        CpuExperts(tape),
+        CpuProducts(tape, quantization),
+        tape,
+        CpuSampling(tape),
     )

@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-AddNoise: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Adds noise to fp32 logits ``[rows, vocab]`` in place, given the rows' ``mixing_keys`` int32 ``[2 * rows]``.
-
-What cannot become a row's largest may become -inf.
-"""
 
 
 def mixing_keys(places: Sequence[tuple[int, int]]) -> array[int]:
     """Two 32-bit keys for each ``(seed, position)``."""
     return array("i", b"".join([hashlib.blake2b(b"%d/%d" % place, digest_size=8).digest() for place in places]))
-
-
-def add_torch_noise(logits: Tensor, keys: Tensor) -> None:
-    """The reference: see ``AddNoise``."""
-    logits.add_(gumbel_noise(keys, logits.shape[-1]))
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:

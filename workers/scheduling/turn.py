@@ -61,6 +61,10 @@ class SamplingParams:
     def penalized(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 class Finish(NamedTuple):
     """Why a turn ended: ``stop``, ``length``, ``abort``, and what matched for ``stop``."""

@@ -23,7 +23,6 @@ from workers.kernels.cpu.tape import StepArrays, Tape
 from workers.kernels.elementwise import HeadNorms, Places, Rotation, TorchElementwise
 from workers.kernels.fp8 import FP8, read, stored
 from workers.kernels.grouped_experts import ExpertProducts, RouterSpec, TorchExperts
-from workers.kernels.noise import gumbel_noise, mixing_keys
 from workers.kernels.paged_attention import paged_attention_reference
 
 T = TypeVar("T")
@@ -361,33 +360,3 @@ def test_memory_of_weights_is_handed_out_once_and_outlives_what_handed_it_out() 
         assert tensor.data_ptr() % ALIGNMENT == 0 and not tensor.any()
         tensor.fill_(i + 1)
     assert [int(tensor.min()) for tensor in tensors] == [i + 1 for i in range(len(sizes))], "no two overlap"
-
-
-@pytest.mark.parametrize("vocab_size", [1, 7, 64, 2048, 50_001])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0, 1e4])
-def test_noise_is_the_references_where_it_can_win(vocab_size: int, scale: float) -> None:
-    """But for the last of 53 bits of two logarithms, which seldom change the last of 24."""
-    compiled = library.load_library()
-    assert compiled is not None
-    keys = torch.frombuffer(mixing_keys([(i, 5) for i in range(64)] + [(2**62, 9), (-3, 10**6)]), dtype=torch.int32)
-    noise = gumbel_noise(keys, vocab_size)
-    logits = torch.randn(noise.shape, generator=torch.Generator().manual_seed(vocab_size)) * scale
-    logits[::5, ::3] = -torch.inf  # as a grammar or a filter leaves them
-    logits[-1] = -torch.inf
-    got, expected = logits.clone(), logits + noise
-    Tape(compiled, torch.float32, 2).add_noise(got, keys)
-    assert torch.equal(got.argmax(dim=-1), expected.argmax(dim=-1))
-    computed = got.isfinite()
-    assert torch.allclose(got[computed], expected[computed], rtol=3e-7, atol=2e-7)
-    assert (got == expected)[computed].float().mean() > 0.9999
-    if vocab_size > 10_000 and scale == 8.0:
-        assert computed.float().mean() < 0.2, "most cannot win"
-
-
-def test_what_is_no_number_stays_none() -> None:
-    compiled = library.load_library()
-    assert compiled is not None
-    logits = torch.zeros(1, 100)
-    logits[0, 50] = torch.nan
-    Tape(compiled, torch.float32, 2).add_noise(logits, torch.tensor([1, 2], dtype=torch.int32))
-    assert logits.argmax() == 50, "as in torch"

@@ -1,6 +1,6 @@
 // What Python calls: packing of weights, and tapes of operations.
-#include "noise.h"
 #include "ops.h"
+#include "sampling.h"
 
 using namespace holdfast;
 
@@ -55,9 +55,16 @@ void holdfast_pack(const void* weight, int64_t rows, int64_t depth, int32_t kind
         pack_panels(static_cast<const uint8_t*>(weight), rows, depth, static_cast<uint8_t*>(panels));
 }
 
-void holdfast_add_noise(
-    Context* context, const uint32_t* keys, int64_t num_rows, int64_t vocab_size, float* logits) {
-    add_noise(*context->pool, keys, num_rows, vocab_size, logits);
+void holdfast_choose(
+    Context* context, const float* temperatures, const uint32_t* keys, int64_t num_rows, int64_t vocab_size,
+    const float* logits, int64_t* tokens) {
+    choose(*context->pool, temperatures, keys, num_rows, vocab_size, logits, tokens);
+}
+
+void holdfast_mask(
+    Context* context, const int32_t* rows, int64_t num_rows, const uint32_t* words, int64_t num_words,
+    int64_t vocab_size, float* logits) {
+    mask(*context->pool, rows, num_rows, words, num_words, vocab_size, logits);
 }
 
 // Runs operations on activations of `kind`, FLOAT32 or BFLOAT16.

@@ -97,7 +97,8 @@ def _opened(path: Path) -> ctypes.CDLL:
         "holdfast_close": (None, [pointer]),
         "holdfast_panel_bytes": (size, [size, size, kind]),
         "holdfast_pack": (None, [pointer, size, size, kind, pointer]),
-        "holdfast_add_noise": (None, [pointer, pointer, size, size, pointer]),
+        "holdfast_choose": (None, [pointer, pointer, pointer, size, size, pointer, pointer]),
+        "holdfast_mask": (None, [pointer, pointer, size, pointer, size, size, pointer]),
         "holdfast_run": (
             None,
             [pointer, kind, pointer, size, pointer, size, pointer, pointer, pointer, size, pointer, size],

@@ -54,8 +54,8 @@ class Tape:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self.library, self.dtype = library, dtype
         self.max_tokens = 0
-        self._context = library.holdfast_open(num_threads)
-        self.close = weakref.finalize(self, library.holdfast_close, self._context)
+        self.context = library.holdfast_open(num_threads)
+        self.close = weakref.finalize(self, library.holdfast_close, self.context)
         self._parts: list[list[Op] | Callable[[int], object]] = []
         self._calls: list[ctypes.Array[ctypes.c_void_p] | Callable[[int], object]] = []
         self._free: list[bytearray] = []
@@ -116,12 +116,6 @@ class Tape:
         for call in self._calls:
             self._run(call, step)
 
-    def add_noise(self, logits: Tensor, keys: Tensor) -> None:
-        """See ``kernels.noise.AddNoise``. Logarithms may differ from torch's in the last of 53 bits."""
-        assert logits.dtype == torch.float32 and logits.is_contiguous() and keys.dtype == torch.int32
-        keys = keys.contiguous()
-        self.library.holdfast_add_noise(self._context, keys.data_ptr(), *logits.shape, logits.data_ptr())
-
     def run_each(self, step: StepArrays) -> Iterator[type[Op] | None]:
         """Compute a step one operation at a time; its kind, when it is done, or None for a call. To measure them."""
         for part in self._parts:
@@ -136,7 +130,7 @@ class Tape:
         arrays = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows)
         tokens, rows, starts, counts, logit_rows = (each.buffer_info()[0] for each in arrays)
         self.library.holdfast_run(
-            self._context, KINDS[self.dtype], call, len(call), tokens, len(step.tokens), rows, starts, counts,
+            self.context, KINDS[self.dtype], call, len(call), tokens, len(step.tokens), rows, starts, counts,
             len(step.rows), logit_rows, len(step.logit_rows),
         )  # fmt: skip
 
