@@ -1,8 +1,9 @@
 """What a step costs the host, by part, with a model that computes nothing; and how much of it a device hides.
 
-The leader is one of a group of two ranks, whose other acks at once: the step log is written and serialized. A
-batch's tensors are made as for a GPU, with the plans of the Triton kernels, on this machine's CPU. The stand-in
-device takes 5 ms a step, asynchronously: what is launched returns at once, and results wait for their time.
+The leader is one of a group of two ranks, whose other acks at once: the step log is written and serialized. Steps are
+launched as on a GPU, on this machine's CPU: a decode is a graph, to which the host says what its batch is; without
+graphs, a batch's tensors and the plans of the Triton kernels are made at each step. The stand-in device takes 5 ms a
+step, asynchronously: what is launched returns at once, and results wait for their time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,14 +25,16 @@ from benchmarks.ranks import Timers
 from holdfast.v1 import rank_pb2
 from workers.config import EngineConfig
 from workers.engine import rank as rank_module
+from workers.engine.decode_graphs import DecodeGraphs
 from workers.engine.leader import Leader
 from workers.engine.messages import Submission
 from workers.engine.stream import Stream
-from workers.kernels.attention_launch import plan_triton_attention
+from workers.kernels.attention_launch import plan_triton_attention, plan_triton_decodes
 from workers.models import Hidden
 from workers.models.parallel import Shard
 from workers.scheduling import SamplingParams
 
+T = TypeVar("T")
 BATCHES = (1, 16, 64, 256)
 HISTORIES = (128, 8192)
 """Tokens of each turn's history, at the same batch."""
@@ -51,14 +54,21 @@ class NullDevice:
         logits = torch.zeros(1, 8)  # of which the likeliest is found at once
 
         def compute(batch: Any, kv: Any, taps: Any = ()) -> Hidden:
-            self.free_at = max(self.free_at, time.perf_counter()) + self.step_s
-            rows = logits.expand(len(batch.logit_rows), -1)
+            self._begin()
+            rows = logits.repeat(len(batch.logit_rows), 1)
             return Hidden(rows, rows, [])
 
         decoder: Any = leader.rank.decoder
         decoder.hidden, decoder.logits = compute, lambda hidden: hidden
         leader.rank._model._plan_attention = plan_triton_attention
         leader.rank.stream, leader.rank.overlaps = Stream(), True
+
+    def _begin(self) -> None:
+        self.free_at = max(self.free_at, time.perf_counter()) + self.step_s
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """As ``decode_graphs.Capture``: a replay is a step."""
+        return run(), self._begin
 
     def download(self, tensor: torch.Tensor) -> Any:
         ready_at = self.free_at
@@ -71,7 +81,9 @@ class NullDevice:
         return SimpleNamespace(wait=wait)
 
 
-def run(model: Path, batch: int, history: int, step_s: float = 0.0, *, apart: int = 0) -> dict[str, float]:
+def run(
+    model: Path, batch: int, history: int, step_s: float = 0.0, *, apart: int = 0, graphs: bool = True
+) -> dict[str, float]:
     """Microseconds of a step by part, the median; ``between steps`` is all that passes from one to the next.
 
     ``apart``: tokens that each turn's history is longer than the one's before.
@@ -99,6 +111,17 @@ def run(model: Path, batch: int, history: int, step_s: float = 0.0, *, apart: in
     gc.freeze()  # as a rank does when it has started
     device = NullDevice(leader, 0.0)
     replaced(rank_module, "Download", device.download)
+    rank = leader.rank
+    if graphs:
+        rank._model._graphs = DecodeGraphs(
+            rank.decoder,
+            rank.kv,
+            rank.tables,
+            plan_triton_decodes,
+            device.capture,
+            max_batch=batch,
+            context_len=rank.context_len,
+        )
     params = SamplingParams(max_tokens=STEPS + WARM_UP + 40, ignore_eos=True)
     for i in range(batch):
         tokens = array("i", ((i * 131 + j * 17) % 2000 for j in range(history + apart * i)))
@@ -135,10 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {"us of a step, p50": {}}
+    figures: dict[str, Any] = {}
     with long_context_model(16_384) as model, torch.inference_mode():
-        for batch in arguments.batches:
-            figures["us of a step, p50"][f"batch {batch}"] = run(model, batch, HISTORIES[0])
+        for name, graphs in (("us of a step, p50", True), ("without graphs", False)):
+            figures[name] = {
+                f"batch {batch}": run(model, batch, HISTORIES[0], graphs=graphs) for batch in arguments.batches
+            }
         ratios = []
         for _ in range(ROUNDS):
             # Apart, since a step in which all of them need a page is not like the others.

@@ -26,7 +26,7 @@ from tests.simulation.components import Worker
 from tests.simulation.disk import SimulatedJournal
 from tests.simulation.model import SimulatedRank
 from tests.simulation.run import run_seed
-from workers.engine.leader import Leader
+from workers.engine.receiving import Receiver
 from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
@@ -43,7 +43,7 @@ from workers.store.segments import Segments
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
-_accepted, _end_of = Draft.accepted, Leader._end_of
+_accepted, _end_of = Draft.accepted, Receiver._end_of
 _index_full_pages = SessionCache._index_full_pages
 _missing = HeadSpeculation._missing
 _reuse_after = PageCopies._reuse_after
@@ -119,7 +119,7 @@ def _reuse_after_success(self: PageCopies, done: Future[Any], buffer: bytearray)
         _reuse_after(self, done, buffer)
 
 
-def _end_a_token_late(self: Leader, turn: Turn) -> Any:
+def _end_a_token_late(self: Receiver, turn: Turn) -> Any:
     end = _end_of(self, turn)
     if end is None:
         return self.__dict__.setdefault("late", {}).pop(turn, None)
@@ -211,7 +211,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a draft is committed before it is verified": lambda: mock.patch.object(
         Work, "num_known", property(lambda self: self.count)
     ),
-    "a turn ends a token after its end": lambda: mock.patch.object(Leader, "_end_of", _end_a_token_late),
+    "a turn ends a token after its end": lambda: mock.patch.object(Receiver, "_end_of", _end_a_token_late),
     "a drained worker is ended before its sessions have moved": lambda: mock.patch.object(
         Migrator, "_migrate_all", _migrate_none
     ),

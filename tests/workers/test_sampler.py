@@ -13,7 +13,7 @@ import torch
 
 from workers.engine.choice import Choice, StepResult
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Place, Restrictions, sample
+from workers.engine.sampler import Places, Restrictions, sample
 from workers.kernels.noise import gumbel_noise, mixing_keys
 from workers.kv.slot import new_tokens
 from workers.scheduling import Draft, SamplingParams, Turn, Work
@@ -35,7 +35,7 @@ def sampled(
     logits: torch.Tensor, turns: list[Turn], banned: dict[int, Any] | None = None, masks: dict[int, bytes] | None = None
 ) -> list[int]:
     """What ``sample`` chooses for turns that it has not seen before."""
-    places, restricted = [Place(turn) for turn in turns], Restrictions(banned or {}, masks or {})
+    places, restricted = Places(turns), Restrictions(banned or {}, masks or {})
     return sample(logits, places, restricted, PenaltyCounts(logits.shape[-1], CPU)).tolist()
 
 
@@ -136,7 +136,7 @@ def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
         some = rng.sample(turns, rng.randint(1, len(turns)))
         logits = torch.randn(len(some), VOCAB)
         ours, theirs = logits.clone(), logits.clone()
-        tokens = sample(ours, [Place(turn) for turn in some], Restrictions(), kept).tolist()
+        tokens = sample(ours, Places(list(some)), Restrictions(), kept).tolist()
         assert tokens == sampled(theirs, some) and torch.equal(ours, theirs)
         for turn, token in zip(some, tokens, strict=True):
             turn.receive(token)

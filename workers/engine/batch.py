@@ -30,26 +30,24 @@ class Batch:
         """The batch of a planned step. ``in_flight``: the turns that the last chosen tokens belong to, in order."""
         batch = cls([w.row for w in work], [w.start for w in work], [w.count for w in work])
         places = {turn: -1 - i for i, turn in enumerate(in_flight)}
-        tokens = batch.tokens
+        if sum(batch.counts) == len(work) and not any([w.scored for w in work]):
+            # As most steps are: one token of each turn.
+            tokens = [places[w.turn] if w.turn.in_flight else w.turn.tokens[w.start] for w in work]
+            batch.tokens = new_tokens(tokens)
+            batch.logit_rows = [i for i, w in enumerate(work) if w.samples]
+            return batch
         for w in work:
-            turn = w.turn
-            if turn.in_flight:
-                tokens.append(places[turn])
-            elif w.count == 1:
-                tokens.append(turn.tokens[w.start])
+            if w.turn.in_flight:
+                batch.tokens.append(places[w.turn])
             else:
-                tokens += turn.tokens[w.start : w.start + w.num_known]
+                batch.tokens += w.turn.tokens[w.start : w.start + w.num_known]
                 if w.draft is not None:
-                    tokens += w.draft.tokens
+                    batch.tokens += w.draft.tokens
         end, scored, logit_rows = 0, [], batch.logit_rows
         for w in work:
             end += w.count
-            if w.samples and w.draft is None:
-                logit_rows.append(end - 1)
-            else:
-                logit_rows += range(end - w.num_samples, end)
-            if w.scored:
-                scored += [end - w.count - w.start + p for p in w.scored]
+            logit_rows += range(end - w.num_samples, end)
+            scored += [end - w.count - w.start + p for p in w.scored]
         logit_rows += scored
         return batch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Place, Restrictions, sample
+from workers.engine.sampler import Places, Restrictions, sample
+from workers.engine.stream import Result
 from workers.kernels.sampling import TORCH_SAMPLING, Sampling
 from workers.kernels.upload import Download, upload_parts
 from workers.scheduling import Step, Turn, Work
@@ -69,21 +69,24 @@ class Choice:
 
     def __init__(self, work: Sequence[Work], ended: Sequence[bool], masks: Mapping[str, Sequence[bytes]]) -> None:
         self._logit_rows: list[int] = []
-        self._places: list[Place] = []
-        num_sampling, self._has_drafts = 0, False
+        self._places = Places()
+        num_sampling, turns, logit_rows = 0, self._places.turns, self._logit_rows
         for w, over in zip(work, ended, strict=True):
             if not w.samples:
                 continue
-            count = 1 if w.draft is None else w.num_samples
             if not over:
-                self._logit_rows += range(num_sampling, num_sampling + count)
-                self._places.append(Place(w.turn))
-                if w.draft is not None:
-                    self._has_drafts = True
-                    self._places += [Place(w.turn, part) for part in w.draft.prefixes()]
-            num_sampling += count
+                logit_rows.append(num_sampling)
+                turns.append(w.turn)
+            num_sampling += 1
+            if w.draft is not None:
+                if not over:
+                    for prefix in w.draft.prefixes():
+                        self._places.drafted[len(turns)] = prefix
+                        logit_rows.append(num_sampling + len(prefix) - 1)
+                        turns.append(w.turn)
+                num_sampling += len(w.draft.tokens)
         self._restricted = restrictions(self._places, masks)
-        self._all_live = len(self._places) == num_sampling
+        self._all_live = len(turns) == num_sampling
         self._scored: list[tuple[int, Work]] = []
         first = num_sampling
         for w, over in zip(work, ended, strict=True):
@@ -91,8 +94,8 @@ class Choice:
                 if not over:
                     self._scored.append((first, w))
                 first += len(w.scored)
-        self._with_logprobs = [i for i, place in enumerate(self._places) if place.turn.params.num_logprobs >= 0]
-        of_rows = [self._places[i].turn for i in self._with_logprobs]
+        self._with_logprobs = [i for i, turn in enumerate(turns) if turn.params.num_logprobs >= 0]
+        of_rows = [turns[i] for i in self._with_logprobs]
         of_rows += [w.turn for _, w in self._scored for _ in w.scored]
         self._row_turns = of_rows
         self._num_top = max((t.params.num_logprobs for t in of_rows), default=0)
@@ -115,7 +118,7 @@ class Choice:
             at, with_logprobs, targets_at, wanted_rows, wanted_tokens = upload_parts(parts, logits.device)
             log_probs = logits.index_select(0, at).log_softmax(dim=-1)
         chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        if self._places:
+        if self._places.turns:
             picked = logits.narrow(0, 0, len(self._places))
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
@@ -138,12 +141,12 @@ class Choice:
         num_top = num_rows * self._num_top
         sizes = [len(self._places), num_rows, num_rows, num_top, num_top, len(self._wanted)]
         tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split_with_sizes(sizes)
-        chosen = tokens.tolist()
-        if self._has_drafts:
-            for place, token in zip(self._places, chosen, strict=True):
-                result.tokens.setdefault(place.turn.turn_id, []).append(token)
+        turns, chosen = self._places.turns, tokens.tolist()
+        if self._places.drafted:
+            for turn, token in zip(turns, chosen, strict=True):
+                result.tokens.setdefault(turn.turn_id, []).append(token)
         else:
-            result.tokens = {place.turn.turn_id: [token] for place, token in zip(self._places, chosen, strict=True)}
+            result.tokens = {turn.turn_id: [token] for turn, token in zip(turns, chosen, strict=True)}
         if not num_rows:
             return result
         targets = [chosen[i] for i in self._with_logprobs]
@@ -164,7 +167,7 @@ class Choice:
             return TokenLogprobs(targets[i], logprobs[i], top, tuple(wanted[i]), ranked[i])
 
         for i in self._with_logprobs:
-            result.logprobs.setdefault(self._places[i].turn.turn_id, []).append(next_row())
+            result.logprobs.setdefault(turns[i].turn_id, []).append(next_row())
         for _, w in self._scored:
             result.input_logprobs[w.turn.turn_id] = [next_row() for _ in w.scored]
         return result
@@ -174,22 +177,23 @@ class Choice:
 class PendingChoice:
     """A choice whose results are on their way. ``download``: what a stream has queued."""
 
-    download: Future[tuple[Choice, Download]]
+    download: Result[tuple[Choice, Download]]
 
     def result(self) -> StepResult:
         choice, download = self.download.result()
         return choice.read(download.wait())
 
 
-def restrictions(places: Sequence[Place], masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
+def restrictions(places: Places, masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
     """What may not be chosen at these places. ``masks``: see ``TurnGrammars.masks``."""
     restricted = Restrictions()
-    if not masks and not any([place.turn.params.min_tokens for place in places]):
+    if not masks and not any([turn.params.min_tokens for turn in places.turns]):
         return restricted
-    for i, (turn, drafted) in enumerate(places):
-        if masks and turn.turn_id in masks:
-            restricted.masks[i] = masks[turn.turn_id][len(drafted)]
-        if turn.params.min_tokens and (banned := turn.banned_tokens(len(drafted))):
+    for i, turn in enumerate(places.turns):
+        num_drafted = len(places.drafted.get(i, ()))
+        if turn.turn_id in masks:
+            restricted.masks[i] = masks[turn.turn_id][num_drafted]
+        if turn.params.min_tokens and (banned := turn.banned_tokens(num_drafted)):
             restricted.banned[i] = banned
     for i in restricted.banned.keys() & restricted.masks.keys():
         allowed = int.from_bytes(restricted.masks[i], "little")

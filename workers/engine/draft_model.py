@@ -16,7 +16,7 @@ from workers.engine.choice import restrictions
 from workers.engine.memory import host_group
 from workers.engine.paged_model import PagedModel
 from workers.engine.penalties import PenaltyCounts
-from workers.engine.sampler import Place, sample
+from workers.engine.sampler import Places, sample
 from workers.kernels.backend import Backend
 from workers.models import Decoder, Hidden, KVPool, ModelConfig, read_config
 from workers.models.heads import EAGLE3, MTP, HeadConfig, eagle3_config, mtp_config
@@ -96,7 +96,8 @@ class DraftModel:
         logits = self._known(batch, jobs)
         while drafting:
             assert logits is not None
-            places = [Place(job.turn, drafts[job.turn.turn_id][:]) for job in drafting]
+            drafted = {i: drafts[job.turn.turn_id][:] for i, job in enumerate(drafting)}
+            places = Places([job.turn for job in drafting], drafted)
             chosen = sample(logits, places, restrictions(places, {}), counts, self._sampling).tolist()
             batch, went_on = Batch(), array("i")
             for i, (job, token) in enumerate(zip(drafting, chosen, strict=True)):

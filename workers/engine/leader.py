@@ -15,12 +15,12 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.errors import HoldfastError
 from holdfast.v1 import rank_pb2, worker_pb2
 from workers.config import EngineConfig
 from workers.engine.admission import Admission
 from workers.engine.batch import Batch
-from workers.engine.choice import InFlight, StepResult
+from workers.engine.choice import InFlight
 from workers.engine.collectives import Collectives
 from workers.engine.commands import call_in_thread, reporting_errors
 from workers.engine.drafts import TurnDrafts
@@ -31,6 +31,7 @@ from workers.engine.migration import KVMigrations
 from workers.engine.outputs import Outputs
 from workers.engine.pace import Pace
 from workers.engine.rank import Rank
+from workers.engine.receiving import Receiver
 from workers.engine.replication import Replication
 from workers.engine.step_log import LogWriter
 from workers.grammar.matcher import Matcher
@@ -84,10 +85,10 @@ class Leader:
         self.pace = Pace()
         self._emit, self._on_crash = emit, on_crash
         self._outputs = Outputs(config.model / "tokenizer.json", self.rank.model_config.eos_token_ids, grammars)
+        self._received = Receiver(self._outputs, self.drafts)
         self.admission = Admission(self.rank, self.scheduler, self._outputs, self.drafts)
         self.gate = Gate(config.grammar_timeout_s, lambda command: self._commands.put(command))
         self._after_turn: dict[str, list[Callable[[], None]]] = {}
-        self._updates: dict[str, TurnUpdate] = {}
         self._in_flight: InFlight | None = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-leader", daemon=True)
@@ -109,7 +110,7 @@ class Leader:
         What a step samples depends on what was collected, so it is chosen after that: ends are exact. Around drafts
         it is collected first.
         """
-        self._updates |= self.gate.end_overdue()
+        self._received.add(self.gate.end_overdue())
         if self._in_flight and self.drafts.need_results(self._in_flight.step):
             self.collect()
         step = self.scheduler.plan()
@@ -158,67 +159,21 @@ class Leader:
             return
         launched, self._in_flight = self._in_flight, None
         result = launched.pending.result()
-        if (seconds := self.pace.collected(launched.step, launched.began)) is not None:
+        num_computed = sum([work.count for work in launched.step.work])
+        if (seconds := self.pace.collected(num_computed, launched.began)) is not None:
             self.drafts.measure(launched.step, seconds)
         self.counters["steps"] += 1
-        self.counters["computed_tokens"] += sum(work.count for work in launched.step.work)
-        ends, num_generated = [], 0
-        for work in launched.step.work:
-            turn = work.turn
-            if turn.ended:
-                continue
-            if work.scored:
-                self._update_of(turn).input_logprobs += result.input_logprobs[turn.turn_id]
-            if work.samples:
-                num_received, end = self._receive(work, result)
-                num_generated += num_received
-                if end is not None:
-                    ends.append((turn, *end))
+        self.counters["computed_tokens"] += num_computed
+        num_generated, ends = self._received.receive(launched.step, result)
         self.counters["generated_tokens"] += num_generated
         self.scheduler.settle_drafts(launched.step)
-        for turn, outcome, reason in ends:
+        for turn, (outcome, reason) in ends:
             self._end(turn, outcome, reason)
         self._emit_updates(launched.log_index)
 
-    def _receive(self, work: Work, result: StepResult) -> tuple[int, tuple[Outcome, Finish | HoldfastError] | None]:
-        """A turn's next tokens. Returns how many, and how it ends, if it does: nothing beyond that is received."""
-        turn, draft = work.turn, work.draft
-        if not turn.params.max_tokens:  # only its input is scored
-            return 0, (Outcome.COMPLETED, Finish("length"))
-        samples, logprobs = result.tokens[turn.turn_id], result.logprobs.get(turn.turn_id)
-        num_accepted = draft.accepted(samples) if draft is not None else 0
-        num_received, end = 0, None
-        while end is None and num_received <= num_accepted:
-            turn.receive(samples[num_received])
-            num_received += 1
-            end = self._end_of(turn)
-        if draft is not None or len(turn.tokens) >= turn.look_at:
-            self.drafts.receive(work, num_received, num_accepted)
-        update = self._update_of(turn)
-        update.tokens += samples[:num_received]
-        update.logprobs += logprobs[:num_received] if logprobs else ()
-        update.drafts = turn.drafts
-        return num_received, end
-
-    def _end_of(self, turn: Turn) -> tuple[Outcome, Finish | HoldfastError] | None:
-        """What the turn's last token means for it."""
-        try:
-            finish = self._outputs.push(turn)
-        except InvalidRequest as error:
-            return Outcome.ABORTED, error
-        return (Outcome.COMPLETED, finish) if finish is not None else None
-
-    def _update_of(self, turn: Turn) -> TurnUpdate:
-        update = self._updates.get(turn.turn_id)
-        if update is None:
-            update = self._updates[turn.turn_id] = TurnUpdate(turn.turn_id, [], [], [], turn.cached_len)
-        return update
-
     def _emit_updates(self, log_index: int | None = None) -> None:
         """Emit what there is when every rank has acked the entry; default: the last."""
-        updates, self._updates = self._updates, {}
-        news = [u for u in updates.values() if u.tokens or u.input_logprobs or u.finish or u.error or u.needs_history]
-        if news:
+        if news := self._received.take():
             self.log.hold(log_index or self.log.last_index, lambda acks: self._emit(news))
 
     # ---- called from any thread -------------------------------------------------------------------
@@ -247,7 +202,7 @@ class Leader:
         def end() -> None:
             for turn in list(self.scheduler.turns.values()):
                 self._end(turn, Outcome.ABORTED, reason)
-            self._updates |= self.gate.end(lambda submission: True, reason)
+            self._received.add(self.gate.end(lambda submission: True, reason))
             self._emit_updates()
 
         self._commands.put(end)
@@ -264,7 +219,7 @@ class Leader:
         def release_now() -> None:
             if (turn := self.scheduler.turn_of(session_id)) is not None:
                 self._end(turn, Outcome.ABORTED, Finish("abort", "released"))
-            self._updates |= self.gate.end_session(session_id, epoch, Finish("abort", "released"))
+            self._received.add(self.gate.end_session(session_id, epoch, Finish("abort", "released")))
             self.migrations.session_released(session_id, epoch)
             self.cache.release_session(session_id, moved=moved)
             self.drafts.release(session_id)
@@ -356,7 +311,7 @@ class Leader:
         except HoldfastError as error:
             update = TurnUpdate(submission.turn_id, error=error)
         if update is not None:
-            self._updates[submission.turn_id] = update
+            self._received.add({submission.turn_id: update})
         self._emit_updates()
 
     def _admit(self, submission: Submission, compiled: Matcher | StopPatterns | None) -> TurnUpdate | None:
@@ -382,11 +337,11 @@ class Leader:
     def _abort(self, turn_id: str) -> None:
         if (turn := self.scheduler.turns.get(turn_id)) is not None:
             self._end(turn, Outcome.ABORTED, Finish("abort"))
-        self._updates |= self.gate.end(lambda s: s.turn_id == turn_id, Finish("abort"))
+        self._received.add(self.gate.end(lambda s: s.turn_id == turn_id, Finish("abort")))
         self._emit_updates()
 
     def _end(self, turn: Turn, outcome: Outcome, reason: Finish | HoldfastError) -> None:
-        update = self._update_of(turn)
+        update = self._received.update_of(turn)
         if isinstance(reason, HoldfastError):
             update.error = reason
             self.counters["finished_error"] += 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-from workers.scheduling import Step
-
 PREFILL_TOKENS = 128
 """A step of at least this many tokens measures prefill speed; a smaller one measures a step's overhead."""
 
@@ -22,11 +20,14 @@ class Pace:
         """The loop waits for work: the next step's results do not follow from the last one's."""
         self._collected_at = 0.0
 
-    def collected(self, step: Step, began: float) -> float | None:
-        """A step's results are here. Returns the seconds since those of the step before, if the loop was busy."""
+    def collected(self, num_tokens: int, began: float) -> float | None:
+        """A step that computed so many tokens has its results.
+
+        Returns the seconds since those of the step before, if the loop was busy.
+        """
         now, before = time.monotonic(), self._collected_at
         self._collected_at = now
-        num_tokens, seconds = sum(work.count for work in step.work), now - max(began, before)
+        seconds = now - max(began, before)
         if num_tokens >= PREFILL_TOKENS and seconds > 0:
             average = self.prefill_tokens_per_s or num_tokens / seconds
             self.prefill_tokens_per_s = 0.5 * (average + num_tokens / seconds)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,26 +34,38 @@ class Restrictions:
     """The token ids that a grammar allows, a bit each, lowest first. Some of them is not banned."""
 
 
-class Place(NamedTuple):
-    """Where a token is chosen: after a turn's tokens, and after these of its draft."""
+@dataclass(slots=True)
+class Places:
+    """Where tokens are chosen, a row each: after a turn's tokens, and after those of its draft up to there."""
 
-    turn: Turn
-    drafted: array[int] = array("i")
+    turns: list[Turn] = field(default_factory=list)
+    drafted: dict[int, array[int]] = field(default_factory=dict)
+    """By row, if there are any."""
 
-    @property
-    def position(self) -> int:
-        return len(self.turn.tokens) + len(self.drafted)
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def position(self, row: int) -> int:
+        """How many tokens come before the row's."""
+        return len(self.turns[row].tokens) + len(self.drafted.get(row, ()))
+
+    def of(self, rows: Sequence[int]) -> Places:
+        """Some of them."""
+        drafted = {i: self.drafted[row] for i, row in enumerate(rows) if row in self.drafted}
+        return Places([self.turns[row] for row in rows], drafted)
 
 
 def sample(
     logits: Tensor,
-    places: Sequence[Place],
+    places: Places,
     restricted: Restrictions,
     counts: PenaltyCounts,
     sampling: Sampling = TORCH_SAMPLING,
 ) -> Tensor:
     """One token a place, int64 ``[places]``, from fp32 ``logits [places, vocab]``, which is changed in place."""
-    params = [place.turn.params for place in places]
+    params = [turn.params for turn in places.turns]
+    if not restricted.masks and not restricted.banned and all([p.is_plain for p in params]):
+        return sampling.likeliest(logits)
     _bias(logits, params, restricted.banned)
     if penalized := [i for i, p in enumerate(params) if p.penalized]:
         _penalize(logits, places, penalized, counts)
@@ -65,7 +77,7 @@ def sample(
     tokens = sampling.likeliest(logits)
     if drawn:
         at = upload_parts([array("i", drawn)], logits.device)[0]
-        tokens.index_put_((at,), _draw(logits.index_select(0, at), [places[i] for i in drawn], sampling))
+        tokens.index_put_((at,), _draw(logits.index_select(0, at), places.of(drawn), sampling))
     return tokens
 
 
@@ -83,10 +95,10 @@ def _bias(logits: Tensor, params: Sequence[SamplingParams], banned: Mapping[int,
         logits.index_put_((at, tokens_at), added, accumulate=True)
 
 
-def _penalize(logits: Tensor, places: Sequence[Place], penalized: Sequence[int], counts: PenaltyCounts) -> None:
-    turns = [places[i].turn for i in penalized]
+def _penalize(logits: Tensor, places: Places, penalized: Sequence[int], counts: PenaltyCounts) -> None:
+    turns = [places.turns[i] for i in penalized]
     count_rows, new = counts.rows_of(turns)
-    drafted = [(row, token) for row, i in enumerate(penalized) for token in places[i].drafted]
+    drafted = [(row, token) for row, i in enumerate(penalized) for token in places.drafted.get(i, ())]
     pairs = ([pair[i] for pair in drafted] for i in (0, 1))
     ints = [array("i", part) for part in (penalized, count_rows, *pairs)]
     ints += [new.rows, new.tokens, new.is_output]
@@ -105,10 +117,10 @@ def _mask(logits: Tensor, masks: Mapping[int, bytes], sampling: Sampling) -> Non
     sampling.mask(logits, rows, words.view(len(masks), -1))
 
 
-def _draw(logits: Tensor, places: Sequence[Place], sampling: Sampling) -> Tensor:
+def _draw(logits: Tensor, places: Places, sampling: Sampling) -> Tensor:
     """A token for each of these places, all of which have a temperature."""
-    params = [place.turn.params for place in places]
-    keys = mixing_keys([(place.turn.params.seed, place.position) for place in places])
+    params = [turn.params for turn in places.turns]
+    keys = mixing_keys([(p.seed, places.position(row)) for row, p in enumerate(params)])
     parts: list[array[Any]] = [keys, array("f", [p.temperature for p in params])]
     if not any([p.filtered for p in params]):
         keys_at, temperature = upload_parts(parts, logits.device)

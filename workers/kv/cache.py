@@ -101,12 +101,13 @@ class SessionCache(SlotStore):
         """
         size, touch = self.page_size, self._digest.touch
         for num_done, session_id in enumerate(session_ids):
-            slot = self._slot(session_id)
+            slot = self.slots.get(session_id) or self._slot(session_id)
             at = slot.committed_len
             if slot.owns_tail and at % size:
                 if slot.allocated_len <= at:
                     slot.allocated_len = at + 1
-                    slot.reserved_len = max(slot.reserved_len, at + 1)
+                    if slot.reserved_len <= at:
+                        slot.reserved_len = at + 1
                     touch(slot)
                 continue
             try:
@@ -205,7 +206,9 @@ class SessionCache(SlotStore):
         start, end = slot.committed_len, slot.committed_len + len(tokens)
         assert slot.running, f"session {slot.session_id} has no running turn to commit to"
         assert end <= slot.allocated_len, f"commit to {end} past the allocated {slot.allocated_len}"
-        if end > len(slot.tokens):
+        if start == len(slot.tokens):
+            slot.tokens.extend(tokens)
+        elif end > len(slot.tokens):
             del slot.tokens[start:]
             slot.tokens.extend(tokens)
         else:

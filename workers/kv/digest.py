@@ -70,7 +70,7 @@ class StateDigest:
         if name is None:
             hashed = hashlib.blake2b(slot.session_id.encode(), digest_size=8).digest()
             name = self._names[slot] = int.from_bytes(hashed, "little")
-        first, *others = slot.tables  # there is often no other: this runs for every turn in each step
+        first = slot.tables[0]  # there is often no other: this runs for every turn in each step
         state = (
             name,
             slot.row,
@@ -84,6 +84,7 @@ class StateDigest:
             first.digest,
             len(first.pages),
         )
-        for table in others:
-            state += (table.digest, len(table.pages))
+        if len(slot.tables) > 1:
+            for table in slot.tables[1:]:
+                state += (table.digest, len(table.pages))
         return hash(state)

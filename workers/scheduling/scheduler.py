@@ -97,7 +97,8 @@ class Scheduler:
         # New turns share the budget with running prefills, so that none waits for a long prompt to end.
         num_prefills = len(self.running) - len(work)
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
-        self._plan_prefills(work, budget)
+        if len(work) < len(self.running):
+            self._plan_prefills(work, budget)
         if self.drafts is not None:
             self._plan_drafts(work, self.drafts)
 
@@ -116,13 +117,17 @@ class Scheduler:
 
         Of turns that ended meanwhile, nothing is committed. The others' next tokens are in flight now.
         """
-        live = [w for w in step.work if not w.turn.ended]
-        known = (w.start + (w.count if w.draft is None else w.num_known) for w in live)
-        self.cache.commit({w.turn.session_id: w.turn.tokens[w.start : end] for w, end in zip(live, known, strict=True)})
-        for w in live:
-            w.turn.in_flight = w.samples
+        computed = {}
+        for w in step.work:
+            turn = w.turn
+            if turn.ended:
+                continue
+            end = w.start + (w.count if w.draft is None else w.num_known)
+            computed[turn.session_id] = turn.tokens[w.start : end]
+            turn.in_flight = w.samples
             if w.scored:
-                w.turn.num_scored = w.scored.stop
+                turn.num_scored = w.scored.stop
+        self.cache.commit(computed)
 
     def settle_drafts(self, step: Step) -> None:
         """A step's tokens are received: commit what was accepted of its drafts, and cut the tails."""

@@ -57,13 +57,17 @@ class SamplingParams:
     background: bool = False
     """Yields to other turns: see ``Scheduler``."""
 
-    @property
-    def penalized(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    penalized: bool = field(init=False)
+    filtered: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    """The likeliest token is chosen, of logits as they are."""
 
-    @property
-    def filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    def __post_init__(self) -> None:
+        # Each step asks each turn: a property takes three times as long.
+        penalized = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        object.__setattr__(self, "penalized", penalized)
+        object.__setattr__(self, "filtered", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        object.__setattr__(self, "is_plain", not (penalized or self.logit_bias or self.temperature > 0))
 
 
 class Finish(NamedTuple):
