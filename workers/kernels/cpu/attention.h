@@ -5,14 +5,12 @@
 // queries beside it, on chunks, or on the size of pages.
 #pragma once
 
-#include <cmath>
-
+#include "kv_blocks.h"
 #include "products.h"
 
 namespace holdfast {
 
-constexpr int KEYS = 64, KEY_PANELS = KEYS / PANEL, ASKED_ROWS = 8;
-enum : int32_t { FLOAT8 = 3 };  // E4M3, of KV alone
+constexpr int KEY_PANELS = KEYS / PANEL;
 
 // What a step computes: sequence after sequence.
 struct Batch {
@@ -20,24 +18,6 @@ struct Batch {
     const int32_t *tokens, *rows, *starts, *counts, *logit_rows;
     // Derived: by token, its position; by sequence, its first token.
     const int32_t *positions, *firsts;
-};
-
-struct PageTable {
-    const int32_t* entries;
-    int64_t stride, page_size;
-
-    int64_t page(int64_t row, int64_t position) const { return entries[row * stride + position / page_size]; }
-};
-
-struct Pages {
-    char* data;
-    int64_t page_stride, head_stride;  // elements
-    int32_t kind;
-
-    int64_t size() const { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
-    char* at(int64_t page, int64_t head, int64_t offset, int64_t dim) const {
-        return data + (page * page_stride + head * head_stride + offset * dim) * size();
-    }
 };
 
 struct Attention {
@@ -49,138 +29,11 @@ struct Attention {
     int64_t group() const { return heads / kv_heads; }
 };
 
-inline const uint16_t* fp8_values() {
-    static const auto table = [] {
-        std::vector<uint16_t> values(256);
-        for (int code = 0; code < 256; code++) {
-            int exponent = code >> 3 & 15, fraction = code & 7;
-            float value = exponent ? std::ldexp(1.0f + fraction / 8.0f, exponent - 7) : std::ldexp(fraction, -9);
-            if ((code & 0x7F) == 0x7F) value = NAN;
-            values[code] = uint16_t(as<uint32_t>(code & 0x80 ? -value : value) >> 16);
-        }
-        return values;
-    }();
-    return table.data();
-}
-
-// To the nearest E4M3, ties to even; what is too large becomes the largest, 448.
-inline uint8_t to_fp8(float value) {
-    uint32_t sign = as<uint32_t>(value) >> 24 & 0x80;
-    float size = std::fabs(value);
-    if (std::isnan(value)) return uint8_t(sign | 0x7F);
-    if (size >= 448.0f) return uint8_t(sign | 0x7E);
-    int exponent = size < 0.015625f ? -6 : std::ilogb(size);
-    int eighths = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // may round up to the next power of two
-    if (exponent == -6) return uint8_t(sign | eighths);
-    return uint8_t(sign | (((exponent + 7) << 3) + eighths - 8));
-}
-
-// One block of keys or values, as rows of the KV's precision (fp8 as bf16), padded to whole vectors of words.
-struct KeyRows {
-    const char* rows[KEYS];
-    bool in_place;
-
-    // `[first, end)`: what may be read; the rest is zero. `copies`: room for the rows, and one more, if they are copied.
-    void find(
-        const Pages& pages, const PageTable& table, int64_t row, int64_t head, int64_t base, int64_t first, int64_t end,
-        int64_t dim, char* copies) {
-        constexpr int64_t VECTOR = sizeof(Floats);
-        const int64_t size = dim * pages.size(), bytes = row_bytes(pages, dim);
-        in_place = pages.kind != FLOAT8 && size % VECTOR == 0;
-        const int64_t from = std::max(base, first) - base, to = std::min(base + KEYS, end) - base;
-        memset(copies + KEYS * bytes, 0, bytes);
-        for (int64_t j = 0; j < from; j++) rows[j] = copies + KEYS * bytes;
-        for (int64_t j = std::max(from, to); j < KEYS; j++) rows[j] = copies + KEYS * bytes;
-        const int32_t* entry = table.entries + row * table.stride + (base + from) / table.page_size;
-        for (int64_t j = from, offset = (base + from) % table.page_size; j < to; entry++, offset = 0) {
-            const char* at = pages.at(*entry, head, offset, dim);
-            for (const int64_t next = std::min(to, j + table.page_size - offset); j < next; j++, at += size) {
-                rows[j] = at;
-                if (!in_place) copy(pages, at, dim, bytes, copies + j * bytes, rows[j]);
-            }
-        }
-    }
-
-    static int64_t row_bytes(const Pages& pages, int64_t dim) {
-        constexpr int64_t VECTOR = sizeof(Floats);
-        return (dim * (pages.kind == FLOAT32 ? 4 : 2) + VECTOR - 1) / VECTOR * VECTOR;
-    }
-
-    static void copy(const Pages& pages, const char* from, int64_t dim, int64_t bytes, char* to, const char*& row) {
-        row = to;
-        memset(to + bytes - sizeof(Floats), 0, sizeof(Floats));
-        if (pages.kind != FLOAT8) {
-            memcpy(to, from, dim * pages.size());
-            return;
-        }
-        auto* values = reinterpret_cast<uint16_t*>(to);
-        for (int64_t d = 0; d < dim; d++) values[d] = fp8_values()[uint8_t(from[d])];
-    }
-};
-
-// Asks for the next block, whose place no hardware guesses. No more than some rows can be on their way at once.
-struct Ahead {
-    const KeyRows *keys, *values;  // null: none
-    int64_t key_bytes, value_bytes;
-    int asked = 0;
-    void ask(int num) {
-        if (!keys) return;
-        for (num = std::min(asked + num, KEYS); asked < num; asked++) {
-            for (int64_t i = 0; i < key_bytes; i += 64) __builtin_prefetch(keys->rows[asked] + i);
-            for (int64_t i = 0; values && i < value_bytes; i += 64) __builtin_prefetch(values->rows[asked] + i);
-        }
-    }
-};
-
-// Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
-inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
-    for (int j = 0; j < KEYS; j += LANES) {
-        uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
-        for (int64_t word = 0; word < words; word += LANES) {
-            ahead.ask(1);
-            transpose(keys.rows + j, 4 * word, panel + word * PANEL, PANEL);
-        }
-    }
-}
-
-// Values of bf16 in pairs of keys: `[KEYS / 2][width]` words.
-inline void pack_values(const KeyRows& values, Ahead& ahead, int64_t dim, int64_t width, uint32_t* to) {
-    for (int j = 0; j < KEYS; j += 2, to += width) {
-        ahead.ask(1);
-        for (int64_t column = 0; column < dim; column += LANES) {
-            Words low = widened(read<Halves>(values.rows[j] + 2 * column));
-            Words both = low | widened(read<Halves>(values.rows[j + 1] + 2 * column)) << 16;
-            memcpy(to + column, &both, sizeof both);
-        }
-    }
-}
-
-// A block's values for a product with its weights: what a word of a weight is multiplied with, LANES columns from
-// `column` on.
-template <class T>
-struct InPlace {
-    static constexpr int STEPS = KEYS;
-    const KeyRows& values;
-
-    Floats at(int k, int64_t column) const { return load(reinterpret_cast<const T*>(values.rows[k]) + column); }
-    static Floats add(Floats sum, uint32_t weight, Floats value) { return sum + as<float>(weight) * value; }
-};
-#if defined(__AVX512BF16__)
-struct InPairs {
-    static constexpr int STEPS = KEYS / 2;
-    const uint32_t* words;
-    int64_t width;
-
-    __m512bh at(int k, int64_t column) const { return read<__m512bh>(words + k * width + column); }
-    static Floats add(Floats sum, uint32_t weight, __m512bh value) {
-        return Floats(_mm512_dpbf16_ps(__m512(sum), as<__m512bh>(_mm512_set1_epi32(int(weight))), value));
-    }
-};
-#endif
-
-// Adds to M rows of `sums`, `width` apart, V vectors from `column` on of the product of `weights [M][STEPS]` and values.
+// Adds to M rows of `sums`, `width` apart, V vectors from `column` on of the product of `weights [M][STEPS]` and
+// values.
 template <int M, int V, class Values>
-[[gnu::noinline]] void add_values(float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column) {
+[[gnu::noinline]] void add_values(
+    float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column) {
     Floats acc[M][V];
     auto sums_of = [&](int m, int v) { return sums + m * width + column + v * LANES; };
     unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
@@ -315,25 +168,31 @@ inline void attend_tile(
 
     struct Copies;
     const Pages& v = a.v.data ? a.v : a.k;
-    const int64_t k_bytes = (KEYS + 1) * KeyRows::row_bytes(a.k, a.k_dim), v_bytes = (KEYS + 1) * KeyRows::row_bytes(v, a.v_dim);
+    const int64_t k_bytes = (KEYS + 1) * KeyRows::row_bytes(a.k, a.k_dim);
+    const int64_t v_bytes = (KEYS + 1) * KeyRows::row_bytes(v, a.v_dim);
     char* copies = scratch<Copies, char>(k_bytes + v_bytes);
-    KeyRows of_keys[2], of_values[2];  // of this block and the next, in turn, if it was found with this one
-    bool found = false;
+    KeyRows of_keys[2], of_values[2];  // of this block and the next, in turn, if it is in place
+    const bool in_place = KeyRows::lie_in_place(a.k, a.k_dim) && KeyRows::lie_in_place(v, a.v_dim);
     auto find = [&](int64_t base) {
         const int at = base / KEYS % 2;
         of_keys[at].find(a.k, a.table, table_row, head, base, first, end, a.k_dim, copies);
         if (a.v.data) of_values[at].find(a.v, a.table, table_row, head, base, first, end, a.v_dim, copies + k_bytes);
     };
+    bool found = false;
     for (int64_t base = first / KEYS * KEYS; base < end; base += KEYS) {
-        const int at = base / KEYS % 2;
+        const int at = base / KEYS % 2, then = at ^ 1;
         if (!found) find(base);
-        const KeyRows &keys = of_keys[at], &values = a.v.data ? of_values[at] : keys;  // a latent's begin its keys
-        found = keys.in_place && values.in_place && base + KEYS < end;
+        found = in_place && base + KEYS < end;
         if (found) find(base + KEYS);
-        const KeyRows *next_keys = found ? &of_keys[at ^ 1] : nullptr, *next_values = a.v.data ? &of_values[at ^ 1] : nullptr;
-        Ahead ahead{next_keys, next_values, a.k_dim * a.k.size(), a.v_dim * v.size()};
+        const KeyRows &keys = of_keys[at], &values = a.v.data ? of_values[at] : keys;  // a latent's begin its keys
+        Ahead ahead{
+            found ? &of_keys[then] : nullptr, &of_values[then], lines(a.k_dim * a.k.size()),
+            a.v.data ? lines(a.v_dim * v.size()) : 0};
         pack_keys(keys, ahead, key_words, key_words * PANEL, space.keys);
-        if (dots) pack_values(values, ahead, a.v_dim, v_width, space.values);
+#if defined(__AVX512BF16__)
+        InPairs pairs(space.values, v_width);
+        if (dots && tiles > 1) pairs.pack(values, ahead, a.v_dim);
+#endif
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int num = rows_of(tile);
             float* sums = space.sums + tile * TILE_ROWS * v_width;
@@ -343,10 +202,10 @@ inline void attend_tile(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
                     num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
-            ahead.ask(ASKED_ROWS);
+            ahead.reach(SCORED, BLOCK);
             for (int i = 0; i < num; i++) {
                 const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
-                ahead.ask(ASKED_ROWS / 4);
+                ahead.reach(SCORED, SOFTENED, i + 1, num);
                 Floats weights[KEYS / LANES];
                 float kept = soften(
                     a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
@@ -356,14 +215,15 @@ inline void attend_tile(
                 for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
                     store(sum, load(sum) * kept);
             }
-            ahead.ask(KEYS);  // what is left
+            ahead.reach(BLOCK, BLOCK);
             if (wide) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim);
             } else if (!dots) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<BFloat16>{values}, a.v_dim);
             } else {
 #if defined(__AVX512BF16__)
-                add_weighted(num, sums, v_width, space.weights, InPairs{space.values, v_width}, a.v_dim);
+                if (tiles > 1) add_weighted(num, sums, v_width, space.weights, pairs, a.v_dim);
+                else add_weighted(num, sums, v_width, space.weights, InRows(values), a.v_dim);
 #endif
             }
         }

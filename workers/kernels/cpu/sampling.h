@@ -46,7 +46,8 @@ inline HalfFloats gumbel(HalfWords bits) {
 
 constexpr float LEAST_NOISE = -3.14f;  // -log(-log(2^-33)), rounded down
 
-// The largest of some numbers, and where: the first of equal ones, and what is no number before all others, as in torch.
+// The largest of some numbers, and where: the first of equal ones, and what is no number before all others, as in
+// torch.
 struct Largest {
     float value = -INFINITY;
     int64_t token = 0;
@@ -131,7 +132,8 @@ inline Largest drawn_of(
     return found.of_all();
 }
 
-// A token for each row of logits: the likeliest, or with `temperatures` and a pair of `keys` for each, one that is drawn.
+// A token for each row of logits: the likeliest, or with `temperatures` and a pair of `keys` for each, one that is
+// drawn.
 inline void choose(
     Pool& pool, const float* temperatures, const uint32_t* keys, int64_t num_rows, int64_t vocab_size,
     const float* logits, int64_t* tokens) {

@@ -1,0 +1,194 @@
+// Keys and values in their pages, a block at a time: where they lie, and how products take them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "products.h"
+
+namespace holdfast {
+
+constexpr int KEYS = 64;
+enum : int32_t { FLOAT8 = 3 };  // E4M3, of KV alone
+
+struct PageTable {
+    const int32_t* entries;
+    int64_t stride, page_size;
+
+    int64_t page(int64_t row, int64_t position) const { return entries[row * stride + position / page_size]; }
+};
+
+struct Pages {
+    char* data;
+    int64_t page_stride, head_stride;  // elements
+    int32_t kind;
+
+    int64_t size() const { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+    char* at(int64_t page, int64_t head, int64_t offset, int64_t dim) const {
+        return data + (page * page_stride + head * head_stride + offset * dim) * size();
+    }
+};
+
+inline const uint16_t* fp8_values() {
+    static const auto table = [] {
+        std::vector<uint16_t> values(256);
+        for (int code = 0; code < 256; code++) {
+            int exponent = code >> 3 & 15, fraction = code & 7;
+            float value = exponent ? std::ldexp(1.0f + fraction / 8.0f, exponent - 7) : std::ldexp(fraction, -9);
+            if ((code & 0x7F) == 0x7F) value = NAN;
+            values[code] = uint16_t(as<uint32_t>(code & 0x80 ? -value : value) >> 16);
+        }
+        return values;
+    }();
+    return table.data();
+}
+
+// To the nearest E4M3, ties to even; what is too large becomes the largest, 448.
+inline uint8_t to_fp8(float value) {
+    uint32_t sign = as<uint32_t>(value) >> 24 & 0x80;
+    float size = std::fabs(value);
+    if (std::isnan(value)) return uint8_t(sign | 0x7F);
+    if (size >= 448.0f) return uint8_t(sign | 0x7E);
+    int exponent = size < 0.015625f ? -6 : std::ilogb(size);
+    int eighths = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // may round up to the next power of two
+    if (exponent == -6) return uint8_t(sign | eighths);
+    return uint8_t(sign | (((exponent + 7) << 3) + eighths - 8));
+}
+
+// One block of keys or values, as rows of the KV's precision (fp8 as bf16), padded to whole vectors of words.
+struct KeyRows {
+    const char* rows[KEYS];
+
+    static bool lie_in_place(const Pages& pages, int64_t dim) {
+        return pages.kind != FLOAT8 && dim * pages.size() % int64_t(sizeof(Floats)) == 0;
+    }
+
+    // `[first, end)`: what may be read; the rest is zero. `copies`: room for the rows, and one more, if they are copied.
+    void find(
+        const Pages& pages, const PageTable& table, int64_t row, int64_t head, int64_t base, int64_t first, int64_t end,
+        int64_t dim, char* copies) {
+        const int64_t size = dim * pages.size(), bytes = row_bytes(pages, dim);
+        const bool in_place = lie_in_place(pages, dim);
+        const int64_t from = std::max(base, first) - base, to = std::min(base + KEYS, end) - base;
+        memset(copies + KEYS * bytes, 0, bytes);
+        for (int64_t j = 0; j < from; j++) rows[j] = copies + KEYS * bytes;
+        for (int64_t j = std::max(from, to); j < KEYS; j++) rows[j] = copies + KEYS * bytes;
+        const int32_t* entry = table.entries + row * table.stride + (base + from) / table.page_size;
+        for (int64_t j = from, offset = (base + from) % table.page_size; j < to; entry++, offset = 0) {
+            const char* at = pages.at(*entry, head, offset, dim);
+            for (const int64_t next = std::min(to, j + table.page_size - offset); j < next; j++, at += size) {
+                rows[j] = at;
+                if (!in_place) copy(pages, at, dim, bytes, copies + j * bytes, rows[j]);
+            }
+        }
+    }
+
+    static int64_t row_bytes(const Pages& pages, int64_t dim) {
+        constexpr int64_t VECTOR = sizeof(Floats);
+        return (dim * (pages.kind == FLOAT32 ? 4 : 2) + VECTOR - 1) / VECTOR * VECTOR;
+    }
+
+    static void copy(const Pages& pages, const char* from, int64_t dim, int64_t bytes, char* to, const char*& row) {
+        row = to;
+        memset(to + bytes - sizeof(Floats), 0, sizeof(Floats));
+        if (pages.kind != FLOAT8) {
+            memcpy(to, from, dim * pages.size());
+            return;
+        }
+        auto* values = reinterpret_cast<uint16_t*>(to);
+        for (int64_t d = 0; d < dim; d++) values[d] = fp8_values()[uint8_t(from[d])];
+    }
+};
+
+// The parts of the work on a block, in sixteenths.
+constexpr int64_t KEYS_PACKED = 4, VALUES_PACKED = 6, SCORED = 8, SOFTENED = 12, BLOCK = 16;
+
+inline int64_t lines(int64_t bytes) { return (bytes + 63) / 64; }
+
+// Asks for the lines of the next block, whose place no hardware guesses: into the second cache, and all along the work
+// on this one, because what is asked for faster than memory answers is dropped.
+struct Ahead {
+    const KeyRows *keys, *values;  // null: none
+    int64_t key_lines, value_lines, asked = 0, row = 0, line = 0;
+
+    // `part` of the work's `of` parts is done: as much has been asked for then.
+    void reach(int64_t part, int64_t of) {
+        if (!keys) return;
+        for (const int64_t num = KEYS * (key_lines + value_lines) * part / of; asked < num; asked++) {
+            const bool is_key = line < key_lines;
+            const KeyRows& rows = is_key ? *keys : *values;
+            __builtin_prefetch(rows.rows[row] + 64 * (is_key ? line : line - key_lines), 0, 2);
+            if (++line == key_lines + value_lines) line = 0, row++;
+        }
+    }
+    // `done` of `all` steps between two parts.
+    void reach(int64_t from, int64_t to, int64_t done, int64_t all) {
+        reach(from * all + (to - from) * done, BLOCK * all);
+    }
+};
+
+// Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
+inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
+    int64_t done = 0, all = KEYS / LANES * (words / LANES);
+    for (int j = 0; j < KEYS; j += LANES) {
+        uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
+        for (int64_t word = 0; word < words; word += LANES) {
+            ahead.reach(0, KEYS_PACKED, ++done, all);
+            transpose(keys.rows + j, 4 * word, panel + word * PANEL, PANEL);
+        }
+    }
+}
+
+// A block's values for a product with its weights: what a word of a weight is multiplied with, LANES columns from
+// `column` on.
+template <class T>
+struct InPlace {
+    static constexpr int STEPS = KEYS;
+    const KeyRows& values;
+
+    Floats at(int k, int64_t column) const { return load(reinterpret_cast<const T*>(values.rows[k]) + column); }
+    static Floats add(Floats sum, uint32_t weight, Floats value) { return sum + as<float>(weight) * value; }
+};
+#if defined(__AVX512BF16__)
+// Of bf16, in pairs of keys.
+struct Pairs16 {
+    static constexpr int STEPS = KEYS / 2;
+
+    static Floats add(Floats sum, uint32_t weight, __m512bh value) {
+        return Floats(_mm512_dpbf16_ps(__m512(sum), as<__m512bh>(_mm512_set1_epi32(int(weight))), value));
+    }
+};
+struct InRows : Pairs16 {
+    const KeyRows& values;
+
+    explicit InRows(const KeyRows& rows) : values(rows) {}
+    __m512bh at(int k, int64_t column) const {
+        typedef uint16_t Places __attribute__((vector_size(64)));
+        const Places turns = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                              8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        auto half = [&](int key) { return _mm512_castsi256_si512(read<__m256i>(values.rows[key] + 2 * column)); };
+        return as<__m512bh>(_mm512_permutex2var_epi16(half(2 * k), as<__m512i>(turns), half(2 * k + 1)));
+    }
+};
+// `[STEPS][width]` words: for many rows.
+struct InPairs : Pairs16 {
+    uint32_t* words;
+    int64_t width;
+
+    InPairs(uint32_t* to, int64_t columns) : words(to), width(columns) {}
+    void pack(const KeyRows& values, Ahead& ahead, int64_t dim) {
+        const InRows rows(values);
+        for (int k = 0; k < STEPS; k++) {
+            ahead.reach(KEYS_PACKED, VALUES_PACKED, k + 1, STEPS);
+            for (int64_t column = 0; column < dim; column += LANES) {
+                const __m512bh pairs = rows.at(k, column);
+                memcpy(words + k * width + column, &pairs, sizeof pairs);
+            }
+        }
+    }
+    __m512bh at(int k, int64_t column) const { return read<__m512bh>(words + k * width + column); }
+};
+#endif
+
+}  // namespace holdfast
