@@ -32,7 +32,7 @@ VOCAB_SIZES = pytest.mark.parametrize("vocab_size", [1, 7, 64, 2048, 2050, 50_00
 
 @VOCAB_SIZES
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0, 1e4])
-def test_what_is_drawn_is_the_references(sampling: CpuSampling, vocab_size: int, scale: float) -> None:
+def test_a_draw_equals_the_reference(sampling: CpuSampling, vocab_size: int, scale: float) -> None:
     keys = torch.frombuffer(mixing_keys([(i, 5) for i in range(198)] + [(2**62, 9), (-3, 10**6)]), dtype=torch.int32)
     logits, temperature = random_logits(200, vocab_size, scale), torch.linspace(0.05, 2.0, 200)
     given = logits.clone()
@@ -50,7 +50,7 @@ def test_the_likeliest_is_the_first_of_equal_ones(sampling: CpuSampling, vocab_s
 
 
 @VOCAB_SIZES
-def test_a_mask_forbids_what_the_references_does(sampling: CpuSampling, vocab_size: int) -> None:
+def test_a_mask_forbids_what_the_reference_does(sampling: CpuSampling, vocab_size: int) -> None:
     logits, generator = random_logits(6, vocab_size, 1.0), torch.Generator().manual_seed(1)
     for rows in ([0, 1, 2, 3, 4, 5], [4, 1]):
         words = torch.randint(-(2**31), 2**31, (len(rows), -(-vocab_size // 32)), generator=generator).int()
@@ -62,7 +62,7 @@ def test_a_mask_forbids_what_the_references_does(sampling: CpuSampling, vocab_si
 
 
 @pytest.mark.parametrize("place", [0, 17, 50, 99])
-def test_what_is_no_number_is_chosen_as_in_torch(sampling: CpuSampling, place: int) -> None:
+def test_nan_is_chosen_as_torch_does(sampling: CpuSampling, place: int) -> None:
     logits = torch.zeros(1, 100)
     logits[0, place] = logits[0, 99] = torch.nan
     drawn = sampling.draw(logits, torch.ones(1), torch.tensor([1, 2], dtype=torch.int32))

@@ -46,20 +46,19 @@ inline HalfFloats gumbel(HalfWords bits) {
 
 constexpr float LEAST_NOISE = -3.14f;  // -log(-log(2^-33)), rounded down
 
-// The largest of some numbers, and where: the first of equal ones, and what is no number before all others, as in
-// torch.
+// The largest of some numbers and its place. Of equal ones the first; NaN before all others, as torch's argmax.
 struct Largest {
     float value = -INFINITY;
     int64_t token = 0;
 
     void take(Largest other) {
-        const bool none = std::isnan(value), other_none = std::isnan(other.value);
-        const bool equal = value == other.value || (none && other_none);
-        if (equal ? other.token < token : other_none || (!none && other.value > value)) *this = other;
+        const bool nan = std::isnan(value), other_nan = std::isnan(other.value);
+        const bool equal = value == other.value || (nan && other_nan);
+        if (equal ? other.token < token : other_nan || (!nan && other.value > value)) *this = other;
     }
 };
 
-// The largest of each lane.
+// The same for each lane of vectors that follow each other.
 struct LargestOfLanes {
     Floats values = all(-INFINITY);
     Words tokens;
@@ -132,8 +131,7 @@ inline Largest drawn_of(
     return found.of_all();
 }
 
-// A token for each row of logits: the likeliest, or with `temperatures` and a pair of `keys` for each, one that is
-// drawn.
+// A token for each row of logits: the likeliest or, given `temperatures` and a pair of `keys` for each row, a sample.
 inline void choose(
     Pool& pool, const float* temperatures, const uint32_t* keys, int64_t num_rows, int64_t vocab_size,
     const float* logits, int64_t* tokens) {
