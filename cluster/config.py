@@ -111,6 +111,13 @@ class Config(BaseModel):
     page_size: int = Field(16, description="tokens a KV page holds: a power of two from 1 to 256")
     context_length: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's")
     max_total_tokens: int | None = Field(None, ge=2, description="KV capacity of a worker in tokens")
+    mem_fraction_static: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="of a GPU's memory, for weights and KV; the rest is for CUDA graphs and activations; default: KV "
+        "gets 85 % of what the weights leave",
+    )
     zero_freed_pages: bool = Field(False, description="overwrite KV that is freed, on devices and in --hicache-size")
     hicache_size: float = Field(
         0.0, ge=0, description="GB of memory on each node for copies of KV, which outlive workers; 0: none"
@@ -262,6 +269,7 @@ class Config(BaseModel):
             page_size=self.page_size,
             context_length=self.context_length,
             max_total_tokens=self.max_total_tokens,
+            mem_fraction_static=self.mem_fraction_static,
             swa_full_tokens_ratio=self.swa_full_tokens_ratio,
             zero_freed_pages=self.zero_freed_pages,
             resume_points=self.resume_points,

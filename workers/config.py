@@ -36,6 +36,9 @@ class EngineConfig:
     """None: the model's own limit."""
     max_total_tokens: int | None = None
     """KV capacity in tokens. None: by the available memory."""
+    mem_fraction_static: float | None = None
+    """Of a GPU's memory, for weights and KV; the rest is for graphs and activations. None: KV gets 85 % of what weights
+    leave."""
     swa_full_tokens_ratio: float | None = None
     """Tokens of a window group for each of the groups that keep all. None: see ``engine.memory``."""
     zero_freed_pages: bool = False

@@ -51,6 +51,7 @@ def test_a_draft_model_is_named_from_where_the_command_runs(tmp_path: Path, monk
         ("device: tpu", "device: "),
         ("port: 70000", "port: "),
         ("swa_full_tokens_ratio: 2", "swa_full_tokens_ratio: "),
+        ("mem_fraction_static: 1", "mem_fraction_static: "),
         ("resume_points: -1", "resume_points: "),
         ("- a list", "must contain keys and values"),
         ("a: [", "not valid YAML"),

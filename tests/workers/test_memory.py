@@ -37,6 +37,24 @@ def test_a_ratio_sets_the_windows_share(gpt_oss: Path) -> None:
     assert divided(config, read_config(gpt_oss)) == {"window 9": 250, "full": 1000}
 
 
+def test_a_fraction_of_a_gpu_is_for_weights_and_kv(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gpu, total = read_config(gpt_oss), torch.device("cuda"), 80 * 2**20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - 20 * 2**20, total))
+    sizes = page_sizes_bytes(model, CONFIG.page_size, torch.float32)
+
+    def kv_bytes(fraction: float | None) -> int:
+        pages = pages_by_group(replace(CONFIG, mem_fraction_static=fraction), model, torch.float32, gpu)
+        return sum(num * size for num, size in zip(pages, sizes, strict=True))
+
+    slack = 2 * sum(sizes)  # less than another page of each group
+    for fraction, expected in ((None, 0.85 * 60), (0.9, 0.9 * 80 - 20), (0.5, 0.5 * 80 - 20)):
+        assert 0 <= expected * 2**20 - kv_bytes(fraction) < slack
+    with pytest.raises(ConfigError, match=r"^mem_fraction_static: 0.25 of the GPU's 0.1 GB leaves nothing for KV"):
+        kv_bytes(0.25)
+    with pytest.raises(ConfigError, match=r"^mem_fraction_static: is of a GPU's memory"):
+        divided(replace(CONFIG, mem_fraction_static=0.9), model)
+
+
 def test_a_ratio_that_leaves_less_than_a_turn_needs_is_refused(gpt_oss: Path) -> None:
     config = replace(CONFIG, max_total_tokens=16_000, swa_full_tokens_ratio=0.01)
     with pytest.raises(ConfigError, match=r"^swa_full_tokens_ratio: 0.01 leaves 10 pages .* a turn needs 12"):

@@ -143,7 +143,7 @@ class DecodeGraphs:
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"cuda_graph_max_bs: no memory for the graph of {size} sequences ({error}); lower it, or "
-                "max_total_tokens, or set disable_cuda_graph"
+                "max_total_tokens or mem_fraction_static, or set disable_cuda_graph"
             ) from error
         self._logits = logits if self._logits is None else self._logits
         return Graph(hidden, logits, replay)

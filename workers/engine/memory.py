@@ -34,7 +34,8 @@ def pages_by_group(
 
     ``draft``: a model whose KV lies in the pages of one of the groups, one that keeps every token.
 
-    Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs.
+    Raises ConfigError if ``swa_full_tokens_ratio`` leaves a window group fewer than one turn needs, or
+    ``mem_fraction_static`` nothing.
     """
     sizes = page_sizes_bytes(model, config.page_size, dtype)
     if draft is not None:
@@ -69,7 +70,9 @@ def _by_memory(config: EngineConfig, model: ModelConfig, sizes: list[int], devic
     if config.max_total_tokens is not None:
         return _divide(config, model, -(-config.max_total_tokens // config.page_size))
     if device.type == "cuda":
-        budget, most = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_MEMORY_FRACTION), None
+        budget, most = _cuda_budget(config.mem_fraction_static, device), None
+    elif config.mem_fraction_static is not None:
+        raise ConfigError("mem_fraction_static: is of a GPU's memory; on a CPU, max_total_tokens says how much KV gets")
     else:
         budget = int(psutil.virtual_memory().available * CPU_KV_MEMORY_FRACTION)
         most = CPU_KV_TOKENS // config.page_size
@@ -81,6 +84,20 @@ def _by_memory(config: EngineConfig, model: ModelConfig, sizes: list[int], devic
         else:
             high = pages - 1
     return _divide(config, model, low)
+
+
+def _cuda_budget(fraction: float | None, device: torch.device) -> int:
+    """Bytes for KV on a device that has the weights already. What is left is for graphs and activations."""
+    free, total = torch.cuda.mem_get_info(device)
+    if fraction is None:
+        return int(free * CUDA_KV_MEMORY_FRACTION)
+    budget = free - int(total * (1.0 - fraction))
+    if budget <= 0:
+        raise ConfigError(
+            f"mem_fraction_static: {fraction} of the GPU's {total / 2**30:.1f} GB leaves nothing for KV beside the "
+            f"{(total - free) / 2**30:.1f} GB that weights and others use; raise it, or use more GPUs"
+        )
+    return budget
 
 
 def group_specs(model: ModelConfig, num_pages: Sequence[int]) -> list[GroupSpec]:
