@@ -76,7 +76,7 @@ class TritonElementwise(TorchElementwise):
         rotation: Rotation,
         places: Places | None,
     ) -> None:
-        tokens, heads, dim = q.shape
+        (tokens, heads, dim), rope = q.shape, rotation.cos.shape[-1]
         kv_heads, v_dim = (0, dim) if places is None else (k.shape[1], v.shape[-1])
         k_pages = out if places is None else stored(places.k_pages)
         v_pages = out if places is None or places.v_pages is None else stored(places.v_pages)
@@ -87,8 +87,9 @@ class TritonElementwise(TorchElementwise):
             q if norms is None else norms.q, k if norms is None else norms.k, 0.0 if norms is None else norms.eps,
             1.0 / k_scale, 1.0 / v_scale,
             q.stride(0), q.stride(1), k.stride(0), v.stride(0), k_pages.stride(0), v_pages.stride(0),
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROPE=rotation.cos.shape[-1],
-            PAGE=0 if places is None else k_pages.shape[2], BLOCK=triton.next_power_of_2(max(dim, v_dim)),
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, ROPE=rope, HALF=triton.next_power_of_2(rope // 2),
+            REST=triton.next_power_of_2(max(1, dim - rope)), PAGE=0 if places is None else k_pages.shape[2],
+            BLOCK=triton.next_power_of_2(v_dim),
             NORM=norms is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -100,8 +101,8 @@ class TritonElementwise(TorchElementwise):
             stored(places.k_pages), latent, k_rope, places.pages, places.offsets, rotation.cos, rotation.sin, weight,
             eps,
             latent.stride(0), k_rope.stride(0), places.k_pages.stride(0),
-            RANK=rank, ROPE=rope, BLOCK=triton.next_power_of_2(rank), BLOCK_R=triton.next_power_of_2(rope), num_warps=4,
-            enable_fp_fusion=False,
+            RANK=rank, ROPE=rope, BLOCK=triton.next_power_of_2(rank), HALF=triton.next_power_of_2(rope // 2),
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:

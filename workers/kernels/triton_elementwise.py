@@ -39,19 +39,51 @@ def add_norm_kernel(
 
 
 @triton.jit
-def _rotated(head, weight, eps, cos, sin, d, DIM: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr):
-    """A head, normalized and rotated, in fp32: element d is turned with the one half of the rotated part away."""
+def _rotate_head(
+    to,
+    like,
+    factor,
+    head,
+    weight,
+    eps,
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Normalize a head in fp32, rotate its first ROPE elements by their halves, and store it as ``like`` has it.
+
+    Each element is loaded once. HALF and REST: powers of two, of a half and of what is not rotated.
+    """
     half: tl.constexpr = ROPE // 2
-    other = tl.where(d < half, d + half, tl.where(d < ROPE, d - half, d))
-    x = tl.load(head + d, mask=d < DIM, other=0.0).to(tl.float32)
-    y = tl.load(head + other, mask=d < DIM, other=0.0).to(tl.float32)
+    i = tl.arange(0, HALF)
+    turns = i < half
+    x = tl.load(head + i, mask=turns, other=0.0).to(tl.float32)
+    y = tl.load(head + half + i, mask=turns, other=0.0).to(tl.float32)
+    if DIM > ROPE:
+        j = tl.arange(0, REST)
+        passes = j < DIM - ROPE
+        rest = tl.load(head + ROPE + j, mask=passes, other=0.0).to(tl.float32)
     if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / DIM + eps)
-        x = x * scale * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-        y = y * scale * tl.load(weight + other, mask=d < DIM, other=0.0).to(tl.float32)
-    c = tl.load(cos + d, mask=d < ROPE, other=1.0).to(tl.float32)
-    s = tl.load(sin + d, mask=d < ROPE, other=0.0).to(tl.float32)
-    return x * c + tl.where(d < half, -y, y) * s
+        squares = tl.sum(x * x + y * y, 0)
+        if DIM > ROPE:
+            squares += tl.sum(rest * rest, 0)
+        scale = 1.0 / tl.sqrt(squares / DIM + eps)
+        x = x * scale * tl.load(weight + i, mask=turns, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(weight + half + i, mask=turns, other=0.0).to(tl.float32)
+        if DIM > ROPE:
+            rest = rest * scale * tl.load(weight + ROPE + j, mask=passes, other=0.0).to(tl.float32)
+    c = tl.load(cos + i, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + i, mask=turns, other=0.0).to(tl.float32)
+    tl.store(to + i, as_stored(x * c - y * s, like, factor), mask=turns)
+    c = tl.load(cos + half + i, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + half + i, mask=turns, other=0.0).to(tl.float32)
+    tl.store(to + half + i, as_stored(y * c + x * s, like, factor), mask=turns)
+    if DIM > ROPE:
+        tl.store(to + ROPE + j, as_stored(rest, like, factor), mask=passes)
 
 
 @triton.jit
@@ -82,26 +114,28 @@ def rotate_kernel(
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Program (token, head): a query to ``q_out``, a key or a value to its page."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
     cos += token * ROPE
     sin += token * ROPE
     if head < HEADS:
-        result = _rotated(q + token * q_stride + head * q_head_stride, q_weight, eps, cos, sin, d, DIM, ROPE, NORM)
-        tl.store(q_out + (token * HEADS + head) * DIM + d, result.to(q_out.dtype.element_ty), mask=d < DIM)
+        of_query, to = q + token * q_stride + head * q_head_stride, q_out + (token * HEADS + head) * DIM
+        _rotate_head(to, q_out, 1.0, of_query, q_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
     elif KV_HEADS > 0:
         page, offset = tl.load(pages + token), tl.load(offsets + token)
         if head < HEADS + KV_HEADS:
             kv_head = head - HEADS
-            result = _rotated(k + token * k_stride + kv_head * DIM, k_weight, eps, cos, sin, d, DIM, ROPE, NORM)
-            at = page * k_page_stride + (kv_head * PAGE + offset) * DIM
-            tl.store(k_pages + at + d, as_stored(result, k_pages, k_factor), mask=d < DIM)
+            of_key, to = k + token * k_stride + kv_head * DIM, k_pages + page * k_page_stride
+            to += (kv_head * PAGE + offset) * DIM
+            _rotate_head(to, k_pages, k_factor, of_key, k_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
         else:
+            d = tl.arange(0, BLOCK)
             kv_head = head - HEADS - KV_HEADS
             value = tl.load(v + token * v_stride + kv_head * V_DIM + d, mask=d < V_DIM, other=0.0)
             at = page * v_page_stride + (kv_head * PAGE + offset) * V_DIM
@@ -139,7 +173,7 @@ def latent_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Program (token): its latent and its rotated key, side by side in its page."""
     token = tl.program_id(0).to(tl.int64)
@@ -149,11 +183,10 @@ def latent_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
     weights = tl.load(weight + i, mask=i < RANK, other=0.0).to(tl.float32)
     tl.store(at + i, as_stored(x * scale * weights, k_pages, 1.0), mask=i < RANK)
-    r = tl.arange(0, BLOCK_R)
-    turned = _rotated(
-        k_rope + token * rope_stride, weight, eps, cos + token * ROPE, sin + token * ROPE, r, ROPE, ROPE, False
+    of_key, of_token = k_rope + token * rope_stride, token * ROPE
+    _rotate_head(
+        at + RANK, k_pages, 1.0, of_key, weight, eps, cos + of_token, sin + of_token, ROPE, ROPE, HALF, 1, False
     )
-    tl.store(at + RANK + r, as_stored(turned, k_pages, 1.0), mask=r < ROPE)
 
 
 @triton.jit

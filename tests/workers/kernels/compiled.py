@@ -77,8 +77,10 @@ HEADS = {
     "DeepSeek V3, TP 8, fp8 KV": Heads(16, 1, 576, v_dim=512, fp8=True),
 }
 KERNELS = {"decode": decode_kernel, "extend": extend_kernel, "sum of splits": sum_kernel}
-HEAD_OF_128 = {"DIM": 128, "V_DIM": 128, "ROPE": 128, "PAGE": 16, "BLOCK": 128}
-ROTATED = {"DIM": 64, "V_DIM": 64, "ROPE": 64, "PAGE": 0, "BLOCK": 64, "HEADS": 16, "KV_HEADS": 0, "NORM": False}
+HEAD_OF_128 = {"DIM": 128, "V_DIM": 128, "ROPE": 128, "HALF": 64, "REST": 1, "PAGE": 16, "BLOCK": 128}
+HEAD_OF_64 = {"DIM": 64, "V_DIM": 64, "ROPE": 64, "HALF": 32, "REST": 1, "PAGE": 0, "BLOCK": 64}
+ROTATED = HEAD_OF_64 | {"HEADS": 16, "KV_HEADS": 0, "NORM": False}
+PARTLY_ROTATED = HEAD_OF_128 | {"ROPE": 96, "REST": 32, "HEADS": 24, "KV_HEADS": 8, "NORM": False}
 ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "add and norm": (
         add_norm_kernel,
@@ -88,8 +90,9 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     ),
     "norm, rotate, write": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
     "rotate": (rotate_kernel, "DeepSeek V3, TP 8", 1, ROTATED),
+    "rotate a part, write": (rotate_kernel, "Phi-4-mini", 1, PARTLY_ROTATED),
     "norm, rotate, write fp8": (rotate_kernel, "Qwen3 8B", 1, HEAD_OF_128 | {"HEADS": 32, "KV_HEADS": 8, "NORM": True}),
-    "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "BLOCK_R": 64}),
+    "write latents": (latent_kernel, "DeepSeek V3, TP 8", 4, {"RANK": 512, "ROPE": 64, "BLOCK": 512, "HALF": 32}),
     "embed": (
         embed_kernel,
         "Gemma 2 9B",
@@ -103,7 +106,7 @@ ELEMENTWISE: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
         {"SIZE": 14336, "BLOCK": GATED_BLOCK, "GELU": False},
     ),
 }
-"""Kernel, model, warps and constants. Each reads and writes every element once."""
+"""Kernel, model, warps and constants."""
 PRODUCTS = {
     "product, query, key and value": ("Llama 3.1 8B", 6144, 4096, 16),
     "product, attention's output": ("Llama 3.1 8B", 4096, 4096, 64),
