@@ -125,15 +125,15 @@ def rotate_kernel(
     cos += token * ROPE
     sin += token * ROPE
     if head < HEADS:
-        of_query, to = q + token * q_stride + head * q_head_stride, q_out + (token * HEADS + head) * DIM
-        _rotate_head(to, q_out, 1.0, of_query, q_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
+        query, to_query = q + token * q_stride + head * q_head_stride, q_out + (token * HEADS + head) * DIM
+        _rotate_head(to_query, q_out, 1.0, query, q_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
     elif KV_HEADS > 0:
         page, offset = tl.load(pages + token), tl.load(offsets + token)
         if head < HEADS + KV_HEADS:
             kv_head = head - HEADS
-            of_key, to = k + token * k_stride + kv_head * DIM, k_pages + page * k_page_stride
-            to += (kv_head * PAGE + offset) * DIM
-            _rotate_head(to, k_pages, k_factor, of_key, k_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
+            key = k + token * k_stride + kv_head * DIM
+            to_key = k_pages + page * k_page_stride + (kv_head * PAGE + offset) * DIM
+            _rotate_head(to_key, k_pages, k_factor, key, k_weight, eps, cos, sin, DIM, ROPE, HALF, REST, NORM)
         else:
             d = tl.arange(0, BLOCK)
             kv_head = head - HEADS - KV_HEADS
