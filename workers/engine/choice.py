@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,13 +41,6 @@ class StepResult:
     input_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-class PendingResult(Protocol):
-    """The results of a step that the device may not have computed yet."""
-
-    def result(self) -> StepResult:
-        """Wait for them. Raises what the device failed with."""
-
-
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A step that the device computes."""
@@ -58,7 +50,7 @@ class InFlight:
     """The turns whose next tokens it chooses, in that order."""
     began: float
     log_index: int
-    pending: PendingResult
+    pending: Result[StepResult]
 
 
 class Choice:

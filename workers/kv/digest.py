@@ -84,7 +84,6 @@ class StateDigest:
             first.digest,
             len(first.pages),
         )
-        if len(slot.tables) > 1:
-            for table in slot.tables[1:]:
-                state += (table.digest, len(table.pages))
+        for table in slot.tables[1:]:
+            state += (table.digest, len(table.pages))
         return hash(state)

@@ -63,7 +63,7 @@ class SamplingParams:
     """The likeliest token is chosen, of logits as they are."""
 
     def __post_init__(self) -> None:
-        # Each step asks each turn: a property takes three times as long.
+        # Each step asks each turn: a property takes six times as long.
         penalized = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         object.__setattr__(self, "penalized", penalized)
         object.__setattr__(self, "filtered", self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)

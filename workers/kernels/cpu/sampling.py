@@ -17,9 +17,9 @@ class CpuSampling:
     def mask(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
         """See ``Sampling``."""
         _check(logits, torch.float32)
+        _check(rows, torch.int32)
         _check(words, torch.int32)
         assert 32 * words.shape[1] >= logits.shape[1]
-        rows = rows.contiguous()
         self._tape.library.holdfast_mask(
             self._tape.context, rows.data_ptr(), len(rows), words.data_ptr(), words.shape[1], logits.shape[1],
             logits.data_ptr(),
