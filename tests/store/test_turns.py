@@ -32,6 +32,7 @@ from tests.store.nodes import (
 from tests.waiting import until
 from workers.kv.page_events import PageEvents
 from workers.models.parallel import Shard
+from workers.serving import turn_loads
 from workers.serving.page_copies import space_of
 from workers.serving.turn_loads import TurnLoads
 from workers.store import client
@@ -137,6 +138,31 @@ async def test_what_is_evicted_while_a_load_is_planned_is_computed(
         request = pb.GenerateRequest(session_id="s", tokens=tokens, sampling=SAMPLING, rewind_to=100)
         assert [token async for answer in stub.Generate(request) for token in answer.tokens] == says
         assert planned == [100, 0] and counters(cluster, "w0")["kv_loads_failed"] == 1, "then it is asked for all"
+
+
+async def test_a_drain_counts_the_session_whose_turn_it_preempts_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load is an import. Until it ends its session is not idle, and was not in the list of what to migrate."""
+    whole, loading = words(1, 300), asyncio.Event()
+
+    async def hang(*_: object) -> int:
+        loading.set()
+        await asyncio.Event().wait()
+        return 0
+
+    async with one_worker(tmp_path) as (_, cluster, stub):
+        await turn(stub, "other", whole)
+        await copied(cluster, "w0")
+        await lose_device_kv(cluster)
+        await turn(stub, "s", whole[:100])
+        monkeypatch.setattr(turn_loads, "fetch", hang)
+        tokens = pb.TokenIds(ids=whole[100:])
+        preempted = stub.Generate(pb.GenerateRequest(session_id="s", tokens=tokens, sampling=SAMPLING, rewind_to=100))
+        await asyncio.wait_for(loading.wait(), 10)
+        report = await cluster.router.core.migrator.drain("w0", 0.0)
+        assert (report["turns_preempted"], report["sessions_left"]) == (1, 1), report
+        preempted.cancel()
 
 
 async def test_a_flipped_bit_is_found_counted_and_computed(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class KVMigrations:
         self._exports: dict[str, str] = {}
         self._imports: dict[str, PendingImport] = {}
         self._released: OrderedDict[str, int] = OrderedDict()
+        self._closed = False
 
     def sessions(self) -> Future[list[str]]:
         """The sessions that have a slot here, without exports and imports that are not complete."""
@@ -145,6 +146,19 @@ class KVMigrations:
 
     # ---- target -------------------------------------------------------------------------------------
 
+    def close(self) -> Future[None]:
+        """Abort every import, and refuse those to come: the worker is draining, and has no turn left.
+
+        A turn that was preempted while its KV was loading leaves an import. Until that ends its session is not idle.
+        """
+
+        def close() -> None:
+            self._closed = True
+            for session_id in list(self._imports):
+                self.abort_import(session_id)
+
+        return self._leader.call(close)
+
     def begin_import(
         self, session_id: str, epoch: int, transfer_id: str, exported: ExportedKV
     ) -> Future[PendingImport]:
@@ -169,6 +183,8 @@ class KVMigrations:
     ) -> PendingImport:
         leader, cache, size = self._leader, self._leader.cache, self._leader.cache.page_size
         committed_len = exported.committed_len
+        if self._closed:
+            raise MigrationRefused("this worker is draining")
         leader.epochs.check(session_id, epoch)
         if epoch < self._released.get(session_id, 0):
             raise StaleEpoch(f"session {session_id} was released here under an epoch later than {epoch}")

@@ -316,6 +316,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._leader.end_all(NoWorkerAvailable(f"worker {self.worker_id} is draining"))
         while self._num_turns():
             await asyncio.sleep(DRAIN_POLL_S)
+        await result_of(self._leader.migrations.close())
         return worker_pb2.DrainResponse(turns_preempted=num_preempted)
 
     def _num_turns(self) -> int:
