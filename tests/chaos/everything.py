@@ -142,7 +142,8 @@ async def _play(
     journal_url = redis.url.replace("127.0.0.1", host)
     given = {"workers": 2, "tp": 2, "routers": 2, "speculative_algorithm": "NGRAM", "hicache_size": STORE_GB}
     config = Config(port=0, grpc_port=0, device="cpu", address=ray_address, **given)
-    config = config.model_copy(update={"journal_url": journal_url, "rank_lease_s": 3.0})
+    update = {"journal_url": journal_url, "rank_lease_s": 3.0, "disable_overlap_schedule": False}
+    config = config.model_copy(update=update)
     keepers = [asyncio.create_task(node.keep(ray_address)) for node in nodes]
     try:
         charge = replace(Charge.new(config), renew_s=RENEW_S)

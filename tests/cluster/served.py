@@ -30,6 +30,8 @@ COMMAND_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 60.0
 NUM_TOKENS = 250
 JOURNAL = "j.db"
+OVERLAP = "--no-disable-overlap-schedule"
+"""Off by default on a CPU, and the loop that a GPU has."""
 HTTP = httpx.Client(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
 """For requests without a client of their own: each client loads certificates for 30 ms, and waits ask often."""
 
@@ -48,6 +50,7 @@ class Served:
             "0",
             "--journal-path",
             str(self.journal),
+            OVERLAP,
             *flags,
         ]
         self.log = (folder / "serve.log").open("w+")

@@ -22,7 +22,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from tests.cluster.ray_head import RayHead, kill, ray_head, started_node
-from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, HTTP, actors_under, stream
+from tests.cluster.served import COMMAND_DEADLINE_S, HOLDFAST, HTTP, OVERLAP, actors_under, stream
 from tests.ports import free_port
 from tests.redis_server import redis_server
 from tests.waiting import until
@@ -44,7 +44,7 @@ class Machines:
         self.head, self._node = head, node
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-url", journal_url, "--device", "cpu")
+        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-url", journal_url, "--device", "cpu", OVERLAP)
 
     async def run(self, command: str, *words: str, on: str = NODE) -> None:
         # The GCS answers at both addresses. A command takes the raylet at the one it is given for its own machine's.

@@ -267,7 +267,7 @@ def test_an_authority_that_cannot_be_one_is_refused(names: tuple[str, str, str],
 async def test_a_renewed_certificate_breaks_no_stream_and_serves_the_next() -> None:
     authority = Authority()
     tls.use_identity(authority.issue(LEADER))
-    leader, followers, address = await start_group("w", 1, EngineConfig(max_total_tokens=1024))
+    leader, followers, address = await start_group("w", 1, EngineConfig(max_total_tokens=1024, overlap_schedule=True))
     try:
         async with calling_as(authority.issue(ROUTER), address) as channel:
             stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()

@@ -39,7 +39,14 @@ KINDS = {
 """Each kind's checkpoint. The windows are of 9 and 11 tokens, the pages of 4."""
 SIMULATED = {"full": "full", "latent": "latent", "window": "window", "full + window": "full + window"}
 SIMULATED["full + window, softcap"] = "window + latent + window"
-CONFIG = EngineConfig(page_size=4, max_total_tokens=2048, max_running_requests=8, max_sessions=32, num_threads=1)
+CONFIG = EngineConfig(
+    page_size=4,
+    max_total_tokens=2048,
+    max_running_requests=8,
+    max_sessions=32,
+    num_threads=1,
+    overlap_schedule=True,
+)
 SAMPLED = replace(NO_EOS, temperature=0.8, top_k=40, seed=5)
 PROMPTS = {f"p{i}": [(7 * i + 13 * j) % 1500 + 10 for j in range(3 + 17 * i)] for i in range(4)}
 FIRST, SECOND = PROMPTS["p2"], [5, 6, 7]

@@ -29,7 +29,7 @@ SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=NUM_TOKENS,
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with running(tmp_path, engine=EngineConfig()) as harness:
+    async with running(tmp_path, engine=EngineConfig(overlap_schedule=True)) as harness:
         yield harness
 
 

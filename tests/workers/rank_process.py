@@ -70,7 +70,12 @@ async def main() -> None:
     parser.add_argument("--store-host", required=True)
     parser.add_argument("--store-port", type=int, required=True)
     given = parser.parse_args()
-    config = EngineConfig(max_total_tokens=8192, rank_lease_s=given.lease_s, collective_timeout_s=TIMEOUT_S)
+    config = EngineConfig(
+        max_total_tokens=8192,
+        rank_lease_s=given.lease_s,
+        collective_timeout_s=TIMEOUT_S,
+        overlap_schedule=True,
+    )
 
     def lost(reason: str) -> None:
         print(f"lost: {reason}", flush=True)
