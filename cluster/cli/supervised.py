@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from cluster.cli.client import ray_address, url_option
+from cluster.cli.progress import showing_progress
 from cluster.config import Config
 from cluster.guard import Generation
 from cluster.ray_backend.nodes import keep_gcs_state, prepare_environment, use_token
@@ -229,7 +230,8 @@ async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
         _check_same(config, charge.config)
         print("holdfast: the cluster runs already; attached to it", file=sys.stderr)
     try:
-        return charge, await wait_until_ready()
+        async with showing_progress():
+            return charge, await wait_until_ready()
     except HoldfastError:
         if starts:
             await stop_cluster()

@@ -44,7 +44,8 @@ class Machines:
         self.head, self._node = head, node
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-url", journal_url, "--device", "cpu", OVERLAP)
+        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-url", journal_url)
+        self._flags += ("--device", "cpu", OVERLAP)
 
     async def run(self, command: str, *words: str, on: str = NODE) -> None:
         # The GCS answers at both addresses. A command takes the raylet at the one it is given for its own machine's.

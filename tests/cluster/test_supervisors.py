@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -57,10 +58,10 @@ class Detached:
         return await self.run("serve", "--detach", *self._flags, *more)
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def serving(self, stderr: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
         """``holdfast serve`` without ``--detach``, when it is ready. It has ended afterwards."""
         command = [*HOLDFAST, "serve", "--address", self.head.address, *self._flags]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=stderr)
         try:
             assert process.stdout is not None
             line = await asyncio.wait_for(process.stdout.readline(), START_DEADLINE_S)
@@ -106,6 +107,20 @@ class Detached:
             return self.leader() != than and self.num_standing() == 2
 
         await until(is_led, TAKE_OVER_S, "another supervisor to lead, and one to stand by")
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, list[str]]]:
+    """One for a process to write to, and what it has written. In a running event loop, which reads it."""
+    ours, its = os.openpty()
+    shown, loop = list[str](), asyncio.get_running_loop()
+    loop.add_reader(ours, lambda: shown.append(os.read(ours, 65536).decode(errors="replace")))
+    try:
+        yield its, shown
+    finally:
+        loop.remove_reader(ours)
+        os.close(its)
+        os.close(ours)
 
 
 @pytest.fixture
@@ -160,10 +175,13 @@ async def test_a_serve_that_waits_is_killed_attaches_again_and_replaces_all_supe
     assert not cluster.head.actors()
 
 
-async def test_a_serve_that_waits_ends_with_its_cluster(cluster: Detached) -> None:
-    async with cluster.serving() as process:
-        assert (await cluster.run("stop")).returncode == 0
-        assert await asyncio.wait_for(process.wait(), GONE_S) == 0
+async def test_a_serve_that_waits_shows_its_start_and_ends_with_its_cluster(cluster: Detached) -> None:
+    with terminal() as (stderr, shown):
+        async with cluster.serving(stderr) as process:
+            for rank in ("worker-0/0", "worker-1/0"):
+                assert f"{rank} loads layers " in "".join(shown) and "4/4" in "".join(shown), shown
+            assert (await cluster.run("stop")).returncode == 0
+            assert await asyncio.wait_for(process.wait(), GONE_S) == 0
     assert not cluster.head.actors(), "nothing was started again"
 
 

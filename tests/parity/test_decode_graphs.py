@@ -17,6 +17,7 @@ from tests.workers.engine import SMALL, Engine
 from workers.engine import decode_graphs
 from workers.engine import rank as rank_module
 from workers.engine.decode_graphs import sizes_up_to
+from workers.progress import Progress, progress_told_to
 from workers.scheduling import SamplingParams
 
 FAMILIES = {"llama": 16, "gemma2": 4, "gpt-oss": 4, "deepseek-v3": 4, "qwen3-moe": 16, "mistral-window": 1}
@@ -134,6 +135,10 @@ def test_graphs_are_captured_where_they_are_wanted(
         engine = with_graphs(graphs, monkeypatch, model=tmp_path, context_length=64, **settings)
         assert engine.leader.rank._model._graphs is None
     assert graphs.num_graphs == 0
+    told = list[Progress]()
+    with progress_told_to(told.append):
+        with_graphs(graphs, monkeypatch, model=tmp_path, attention_backend="triton", max_running_requests=3)
+    assert told == [Progress("loads layers", 1, 1), *(Progress("captures graphs", done, 3) for done in (1, 2, 3))]
     assert sizes_up_to(1) == [1] and sizes_up_to(32) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     assert sizes_up_to(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
 

@@ -10,8 +10,6 @@ The bits are those of a step that is not captured: no kernel's sums depend on th
 from __future__ import annotations
 
 import gc
-import logging
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +24,9 @@ from workers.engine.batch import Batch
 from workers.kernels.attention import DecodePlanner
 from workers.kernels.upload import upload_parts
 from workers.models import Decoder, ForwardBatch, GroupBatch, Hidden, KVPool
+from workers.progress import tell_progress
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 SHORT_CONTEXT = 4096
 """A graph for contexts up to this long starts no programs for what only longer ones have."""
@@ -123,11 +121,10 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
         """Of the largest batch. The other graphs' are copied to its beginning, so that their memory is used again."""
         self._graphs: dict[tuple[int, int], Graph] = {}
-        began = time.monotonic()
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+        for done, size in enumerate(reversed(self._sizes), 1):  # the largest first: the others fit into its memory
             for most in self._contexts:
                 self._graphs[size, most] = self._captured(capture, size, most)
-            log.info("captured the decode of %d sequences as a CUDA graph, %.1f s", size, time.monotonic() - began)
+            tell_progress("captures graphs", done, len(self._sizes))
 
     @torch.inference_mode()
     def _captured(self, capture: Capture, size: int, most: int) -> Graph:

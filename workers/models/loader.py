@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,10 +29,7 @@ from workers.models.spec import (
     QKNorm,
 )
 from workers.models.tensors import Part, Tensors, weight_files
-
-log = logging.getLogger("holdfast.models")
-PROGRESS_S = 5.0
-"""Between two lines about a checkpoint that takes longer to load."""
+from workers.progress import tell_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +108,9 @@ class Loader:
     def decoder(self) -> DecoderWeights:
         table = self.vocabulary("model.embed_tokens.weight")
         layers: list[LayerWeights] = []
-        says_at = time.monotonic() + PROGRESS_S
         for whole, part in zip(self._whole.layers, self._part.layers, strict=True):
             layers.append(self.layer(f"model.layers.{len(layers)}", whole, part))
-            if time.monotonic() >= says_at:
-                says_at = time.monotonic() + PROGRESS_S
-                log.info("rank %d: %d of %d layers loaded", self._shard.rank, len(layers), len(self._whole.layers))
+            tell_progress("loads layers", len(layers), len(self._whole.layers))
         head = table if self._whole.tie_embeddings else self.vocabulary("lm_head.weight")
         return DecoderWeights(table, layers, self.norm("model.norm", self._hidden), head)
 

@@ -17,6 +17,7 @@ from holdfast import tls
 from holdfast.processes import NodeProcess
 from holdfast.tls import Identity
 from workers.config import EngineConfig
+from workers.progress import Progress, progress_told_to
 from workers.store.folders import node_folder
 from workers.store.server import DiskConfig, KVStore
 
@@ -64,6 +65,7 @@ class RankActor:
         self._store: Store | None = None
         self._server: WorkerServer | RankServer | None = None
         self._serving: ServingRank | None = None
+        self._progress: Progress | None = None
 
     async def use_identity(self, identity: Identity | None) -> None:
         """Who this process is, before it starts to serve, and again when its certificate is renewed."""
@@ -71,6 +73,10 @@ class RankActor:
 
     async def process(self) -> NodeProcess:
         return NodeProcess.this(ray.get_runtime_context().get_node_id())
+
+    async def progress(self) -> Progress | None:
+        """How far ``start`` is, or was last; None: it has loaded nothing yet."""
+        return self._progress
 
     async def open_store(self) -> tuple[str, int]:
         """On rank 0, before ``start``: open the group's store. Returns its address."""
@@ -92,7 +98,8 @@ class RankActor:
         if store is not None and self._store is None:
             self._store = join_store(*store, self._size, self._config.collective_timeout_s)
         identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, _node_name())
-        self._server, address = await start_rank(identity, self._config, self._store, self._die)
+        with progress_told_to(self._note):
+            self._server, address = await start_rank(identity, self._config, self._store, self._die)
         # What was loaded stays: looking for garbage among torch's 400,000 objects took 100 ms, in the middle of a step.
         gc.collect()
         gc.freeze()
@@ -116,6 +123,9 @@ class RankActor:
         if self._server is not None:
             await self._server.stop()
         self._stopped.set()
+
+    def _note(self, progress: Progress) -> None:
+        self._progress = progress
 
     def _die(self, reason: str) -> None:
         # The other ranks end too, and the supervisor starts the next incarnation.
