@@ -186,11 +186,17 @@ async def _swept(cluster: Cluster, gone: set[str]) -> None:
     """Nothing is left of released sessions, and of loads: at once, or, where that cannot be, some sweeps later.
 
     A turn may arrive at a worker after its session's release, on a connection that was held up; so may copies at a
-    store, and a disk may have failed, or its store died, before it was told of a release.
+    store, and a disk may have failed, or its store died, before it was told of a release. Sessions may still be
+    migrating, from workers of the generation before.
     """
     patient = cluster.held_up or cluster.stores.have_disks
-    end = cluster.loop.time() + (SWEPT_WITHIN_S if patient else 0.0)
-    while left := _still_held(cluster, gone):
+    await _none_within(SWEPT_WITHIN_S if patient else 0.0, lambda: _still_held(cluster, gone), cluster)
+    await _none_within(SWEPT_WITHIN_S, lambda: _loading(cluster), cluster)
+
+
+async def _none_within(seconds: float, faults: Callable[[], list[str]], cluster: Cluster) -> None:
+    end = cluster.loop.time() + seconds
+    while left := faults():
         if cluster.loop.time() >= end:
             for what in left:
                 cluster.violated(f"L12: {what}")
@@ -205,10 +211,16 @@ def _still_held(cluster: Cluster, gone: set[str]) -> list[str]:
         for rank, cache in enumerate(_caches(worker)):
             if left := gone & set(cache.slots):
                 held.append(f"rank {rank} of {worker.name} still holds {left}")
-        for rank, server in enumerate((worker.leader, *worker.followers) if worker.leader is not None else ()):
-            if server._copies is not None and server._copies._buffers.qsize() < NUM_BUFFERS:
-                held.append(f"loads of rank {rank} of {worker.name} still hold buffers, or have lost them")
     return held
+
+
+def _loading(cluster: Cluster) -> list[str]:
+    return [
+        f"loads of rank {rank} of {worker.name} still hold buffers, or have lost them"
+        for worker in cluster.workers
+        for rank, server in enumerate((worker.leader, *worker.followers) if worker.leader is not None else ())
+        if server._copies is not None and server._copies._buffers.qsize() < NUM_BUFFERS
+    ]
 
 
 def _caches(worker: Worker) -> list[SessionCache]:
