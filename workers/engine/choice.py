@@ -96,7 +96,10 @@ class Choice:
     def queue(
         self, logits: Tensor, counts: PenaltyCounts, sampling: Sampling = TORCH_SAMPLING
     ) -> tuple[Tensor, Tensor]:
-        """Compute it on the device: the chosen tokens int64 ``[places]``, and all results int32 in one row."""
+        """Compute it on the device: the chosen tokens int64 ``[places]``, and all results int32 in one row.
+
+        Without logprobs the tokens are the results: each call of torch's costs a step some microseconds.
+        """
         log_probs = None
         if self._row_turns:
             # Before sampling, which changes the logits.
@@ -109,38 +112,38 @@ class Choice:
             parts = [array("i", rows), array("i", self._with_logprobs), targets, *columns]
             at, with_logprobs, targets_at, wanted_rows, wanted_tokens = upload_parts(parts, logits.device)
             log_probs = logits.index_select(0, at).log_softmax(dim=-1)
-        chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
-        if self._places.turns:
-            picked = logits.narrow(0, 0, len(self._places))
+        if not self._places.turns:
+            chosen = torch.empty(0, dtype=torch.int64, device=logits.device)
+        else:
+            picked = logits
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
+            elif len(logits) > len(self._places):
+                picked = logits.narrow(0, 0, len(self._places))
             chosen = sample(picked, self._places, self._restricted, counts, sampling)
-        results = [chosen.int()]
-        if log_probs is not None:
-            tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])
-            of_tokens = log_probs.gather(1, tokens.unsqueeze(1))
-            ranks = 1 + (log_probs > of_tokens).sum(dim=-1)
-            top = log_probs.topk(self._num_top, dim=-1)
-            places = wanted_rows.long() * log_probs.shape[1] + wanted_tokens
-            wanted = log_probs.flatten().index_select(0, places)
-            results += [of_tokens.view(torch.int32), ranks.int(), top.indices.int(), top.values.view(torch.int32)]
-            results.append(wanted.view(torch.int32))
+        if log_probs is None:
+            return chosen, chosen
+        tokens = torch.cat([chosen.index_select(0, with_logprobs), targets_at.long()])
+        of_tokens = log_probs.gather(1, tokens.unsqueeze(1))
+        ranks = 1 + (log_probs > of_tokens).sum(dim=-1)
+        top = log_probs.topk(self._num_top, dim=-1)
+        places = wanted_rows.long() * log_probs.shape[1] + wanted_tokens
+        wanted = log_probs.flatten().index_select(0, places)
+        results = [chosen.int(), of_tokens.view(torch.int32), ranks.int(), top.indices.int()]
+        results += [top.values.view(torch.int32), wanted.view(torch.int32)]
         return chosen, torch.cat([part.flatten() for part in results])
 
     def read(self, results: Tensor) -> StepResult:
         """What ``queue`` computed, on the host."""
         num_rows, result = len(self._row_turns), StepResult()
+        if not num_rows:
+            self._give_tokens(results.tolist(), result)
+            return result
         num_top = num_rows * self._num_top
         sizes = [len(self._places), num_rows, num_rows, num_top, num_top, len(self._wanted)]
         tokens, of_tokens, ranks, top_ids, top_values, of_wanted = results.split_with_sizes(sizes)
         turns, chosen = self._places.turns, tokens.tolist()
-        if self._places.drafted:
-            for turn, token in zip(turns, chosen, strict=True):
-                result.tokens.setdefault(turn.turn_id, []).append(token)
-        else:
-            result.tokens = {turn.turn_id: [token] for turn, token in zip(turns, chosen, strict=True)}
-        if not num_rows:
-            return result
+        self._give_tokens(chosen, result)
         targets = [chosen[i] for i in self._with_logprobs]
         for _, w in self._scored:
             targets += w.turn.tokens[w.scored.start + 1 : w.scored.stop + 1]
@@ -163,6 +166,14 @@ class Choice:
         for _, w in self._scored:
             result.input_logprobs[w.turn.turn_id] = [next_row() for _ in w.scored]
         return result
+
+    def _give_tokens(self, chosen: Sequence[int], result: StepResult) -> None:
+        turns = self._places.turns
+        if self._places.drafted:
+            for turn, token in zip(turns, chosen, strict=True):
+                result.tokens.setdefault(turn.turn_id, []).append(token)
+        else:
+            result.tokens = {turn.turn_id: [token] for turn, token in zip(turns, chosen, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

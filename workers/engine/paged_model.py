@@ -41,8 +41,7 @@ class PagedModel:
         self._groups = list(zip(windows, config.head_shapes, tables, strict=True))
         self._plan_attention = backend.plan_attention
         self._taped = TapedDecoder(decoder, backend.tape, kv, tables, taps) if backend.tape else None
-        self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
-        """Of the last batch, until the next."""
+        self._hidden = Hidden(torch.empty(0), torch.empty(0), [])
 
     def forward(self, batch: Batch, states: Tensor | None = None) -> Tensor | None:
         """The logits of the batch's ``logit_rows``, fp32 ``[samples, vocab]``; None if the batch is empty.
@@ -52,16 +51,19 @@ class PagedModel:
         if not batch.rows:
             return None
         if self._taped is not None:
-            logits = self._taped.forward(self._step_arrays(batch), states)
-            self.hidden = self._taped.hidden
-            return logits
+            return self._taped.forward(self._step_arrays(batch), states)
         if self._graphs is not None and (decoded := self._graphs.forward(batch, self._fed)) is not None:
-            self.hidden, logits = decoded
+            self._hidden, logits = decoded
             return logits
         prepared = self._forward_batch(batch)
         prepared.states = states
-        self.hidden = self._decoder.hidden(prepared, self._kv, self._taps)
-        return self._decoder.logits(self.hidden.normed)
+        self._hidden = self._decoder.hidden(prepared, self._kv, self._taps)
+        return self._decoder.logits(self._hidden.normed)
+
+    @property
+    def hidden(self) -> Hidden:
+        """Of the last batch, until the next."""
+        return self._taped.hidden if self._taped is not None else self._hidden
 
     def _step_arrays(self, batch: Batch) -> StepArrays:
         tokens = batch.tokens

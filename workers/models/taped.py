@@ -50,24 +50,31 @@ class TapedDecoder:
         self._products = CpuProducts(tape)
         self._logits: ops.LinearOp | None = None
         self._states: Tensor | None = None
-        self._hidden = self.hidden = Hidden(torch.empty(0), torch.empty(0), [])
-        """Of the last step, until the next."""
+        self._hidden = Hidden(torch.empty(0), torch.empty(0), [])
+        """For the largest step."""
+        self._num_tokens = self._num_samples = 0
+        """Of the last step."""
 
     def forward(self, step: StepArrays, states: Tensor | None = None) -> Tensor:
         """As ``Decoder.forward``. ``states``: see ``ForwardBatch``; given always or never."""
         if self._logits is None or len(step.tokens) > self._tape.max_tokens:
             self._record(max(FIRST_TOKENS, 1 << (len(step.tokens) - 1).bit_length()), has_states=states is not None)
         assert self._logits is not None
-        num_tokens, num_samples = len(step.tokens), len(step.logit_rows)
+        num_tokens, num_samples = self._num_tokens, self._num_samples = len(step.tokens), len(step.logit_rows)
         if states is not None:
             assert self._states is not None
             self._states[:num_tokens] = states
         logits = torch.empty(num_samples, self._logits.weight.rows)
         self._logits.out = matrix(logits)
         self._tape.run(step)
-        normed, last, taps = self._hidden
-        self.hidden = Hidden(normed[:num_samples], last[:num_samples], [tap[:num_tokens] for tap in taps])
         return self._decoder.whole_logits(logits)
+
+    @property
+    def hidden(self) -> Hidden:
+        """Of the last step, until the next."""
+        normed, last, taps = self._hidden
+        of_samples = slice(self._num_samples)
+        return Hidden(normed[of_samples], last[of_samples], [tap[: self._num_tokens] for tap in taps])
 
     def _record(self, max_tokens: int, *, has_states: bool) -> None:
         tape, page_size = self._tape, self._kv.page_size
