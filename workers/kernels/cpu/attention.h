@@ -202,10 +202,11 @@ inline void attend_tile(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
                     num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
-            ahead.reach(SCORED, BLOCK);
+            ahead.reach(SCORED);
+            Between softened(SCORED, SOFTENED, num);
             for (int i = 0; i < num; i++) {
                 const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
-                ahead.reach(SCORED, SOFTENED, i + 1, num);
+                ahead.reach(softened.next());
                 Floats weights[KEYS / LANES];
                 float kept = soften(
                     a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
@@ -215,7 +216,7 @@ inline void attend_tile(
                 for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
                     store(sum, load(sum) * kept);
             }
-            ahead.reach(BLOCK, BLOCK);
+            ahead.reach(KEYS);
             if (wide) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim);
             } else if (!dots) {

@@ -101,8 +101,8 @@ struct KeyRows {
     }
 };
 
-// The parts of the work on a block, in sixteenths.
-constexpr int64_t KEYS_PACKED = 4, VALUES_PACKED = 6, SCORED = 8, SOFTENED = 12, BLOCK = 16;
+// How many rows of the next block have been asked for when a part of the work on this one is done.
+constexpr int KEYS_PACKED = KEYS / 4, VALUES_PACKED = KEYS * 3 / 8, SCORED = KEYS / 2, SOFTENED = KEYS * 3 / 4;
 
 inline int64_t lines(int64_t bytes) { return (bytes + 63) / 64; }
 
@@ -110,31 +110,33 @@ inline int64_t lines(int64_t bytes) { return (bytes + 63) / 64; }
 // on this one, because what is asked for faster than memory answers is dropped.
 struct Ahead {
     const KeyRows *keys, *values;  // null: none
-    int64_t key_lines, value_lines, asked = 0, row = 0, line = 0;
+    int64_t key_lines, value_lines;
+    int row = 0;
 
-    // `part` of the work's `of` parts is done: as much has been asked for then.
-    void reach(int64_t part, int64_t of) {
+    void reach(int end) {
         if (!keys) return;
-        for (const int64_t num = KEYS * (key_lines + value_lines) * part / of; asked < num; asked++) {
-            const bool is_key = line < key_lines;
-            const KeyRows& rows = is_key ? *keys : *values;
-            __builtin_prefetch(rows.rows[row] + 64 * (is_key ? line : line - key_lines), 0, 2);
-            if (++line == key_lines + value_lines) line = 0, row++;
+        for (; row < end; row++) {
+            for (int64_t i = 0; i < key_lines; i++) __builtin_prefetch(keys->rows[row] + 64 * i, 0, 2);
+            for (int64_t i = 0; i < value_lines; i++) __builtin_prefetch(values->rows[row] + 64 * i, 0, 2);
         }
     }
-    // `done` of `all` steps between two parts.
-    void reach(int64_t from, int64_t to, int64_t done, int64_t all) {
-        reach(from * all + (to - from) * done, BLOCK * all);
-    }
+};
+
+// What is reached after each of some equal steps between two parts.
+struct Between {
+    float each, at;
+
+    Between(int from, int to, int64_t steps) : each(float(to - from) / float(steps)), at(float(from)) {}
+    int next() { return int(at += each); }
 };
 
 // Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
 inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
-    int64_t done = 0, all = KEYS / LANES * (words / LANES);
+    Between packed(0, KEYS_PACKED, KEYS / LANES * (words / LANES));
     for (int j = 0; j < KEYS; j += LANES) {
         uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
         for (int64_t word = 0; word < words; word += LANES) {
-            ahead.reach(0, KEYS_PACKED, ++done, all);
+            ahead.reach(packed.next());
             transpose(keys.rows + j, 4 * word, panel + word * PANEL, PANEL);
         }
     }
@@ -179,8 +181,9 @@ struct InPairs : Pairs16 {
     InPairs(uint32_t* to, int64_t columns) : words(to), width(columns) {}
     void pack(const KeyRows& values, Ahead& ahead, int64_t dim) {
         const InRows rows(values);
+        Between packed(KEYS_PACKED, VALUES_PACKED, STEPS);
         for (int k = 0; k < STEPS; k++) {
-            ahead.reach(KEYS_PACKED, VALUES_PACKED, k + 1, STEPS);
+            ahead.reach(packed.next());
             for (int64_t column = 0; column < dim; column += LANES) {
                 const __m512bh pairs = rows.at(k, column);
                 memcpy(words + k * width + column, &pairs, sizeof pairs);
