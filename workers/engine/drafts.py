@@ -55,8 +55,9 @@ class TurnDrafts:
         """See ``scheduling.Drafts``."""
         if self.speculation is None:
             return []
+        found, forced = self.speculation.candidates(), self._grammars.forced
         # Each once, in an order that does not depend on chance.
-        return list(dict.fromkeys([*self.speculation.candidates(), *self._grammars.forced]))
+        return list(dict.fromkeys([*found, *forced])) if forced else found
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """See ``scheduling.Drafts``."""
@@ -81,9 +82,10 @@ class TurnDrafts:
 
     def compute(self, step: Step) -> None:
         """Have a draft model compute the drafts that are planned. The step's page tables are on the device."""
-        jobs = self._model.jobs(step.work) if self._model is not None else []
-        self._computing_s = 0.0
-        if self._model is None or not jobs:
+        if self._model is None:
+            return
+        jobs, self._computing_s = self._model.jobs(step.work), 0.0
+        if not jobs:
             return
         began = time.monotonic()
         drafts, num_runs = self._rank.draft(jobs)
@@ -109,7 +111,7 @@ class TurnDrafts:
         """
         if self.speculation is None:
             return False
-        if [work for work in launched.work if work.draft is not None]:
+        if launched.has_drafts:
             return True
         num_rows = len(launched.work)
         follows = any(turn.in_flight and len(tokens) > 1 for turn, tokens in self._grammars.forced.items())
@@ -133,11 +135,12 @@ class TurnDrafts:
         """What a step cost, from the results before it to its own."""
         if self.speculation is None:
             return
-        drafts = [work for work in step.work if work.draft is not None]
-        self._num_plain += not drafts
-        # Steps without drafts are alike, and there is little to learn from each.
-        is_sample = drafts or self._num_plain % PLAIN_STEPS == 0
-        if is_sample and all(work.samples and work.num_known == 1 for work in step.work):
+        if not step.has_drafts:
+            # Such steps are alike, and there is little to learn from each.
+            self._num_plain += 1
+            if self._num_plain % PLAIN_STEPS:
+                return
+        if all(work.samples and work.num_known == 1 for work in step.work):
             self.speculation.costs.observe(sum(work.count for work in step.work), seconds - self._computing_s)
 
     def forget(self, turn: Turn) -> None:

@@ -87,11 +87,12 @@ class Scheduler:
     def plan(self) -> Step:
         """Plan the next step. Pages for all of its work are held when this returns."""
         work: dict[str, Work] = {}
-        if not self.paused:
-            self._plan_work(work)
-        return Step(list(work.values()), list(self.cache.pending_copies), self.cache.take_table_updates())
+        has_drafts = not self.paused and self._plan_work(work)
+        updates = self.cache.take_table_updates()
+        return Step(list(work.values()), list(self.cache.pending_copies), updates, has_drafts)
 
-    def _plan_work(self, work: dict[str, Work]) -> None:
+    def _plan_work(self, work: dict[str, Work]) -> bool:
+        """Returns whether there are drafts."""
         self._plan_decodes(work)
         budget = max(0, self.limits.step_tokens - len(work))
         # New turns share the budget with running prefills, so that none waits for a long prompt to end.
@@ -99,8 +100,7 @@ class Scheduler:
         budget -= self._admit(work, -(-budget // (num_prefills + 1)))
         if len(work) < len(self.running):
             self._plan_prefills(work, budget)
-        if self.drafts is not None:
-            self._plan_drafts(work, self.drafts)
+        return self.drafts is not None and self._plan_drafts(work, self.drafts)
 
     def retract_all(self) -> None:
         """Return every running turn to the queue."""
@@ -131,9 +131,9 @@ class Scheduler:
 
     def settle_drafts(self, step: Step) -> None:
         """A step's tokens are received: commit what was accepted of its drafts, and cut the tails."""
-        turns = [w.turn for w in step.work if w.draft is not None and w.turn.turn_id in self.running]
-        if not turns:
+        if not step.has_drafts:
             return
+        turns = [w.turn for w in step.work if w.draft is not None and w.turn.turn_id in self.running]
         lens = {turn: self.cache.slots[turn.session_id].committed_len for turn in turns}
         self.cache.commit({t.session_id: t.tokens[n:-1] for t, n in lens.items() if n < len(t.tokens) - 1})
         self.cache.cut_tails([turn.session_id for turn in turns])
@@ -251,15 +251,16 @@ class Scheduler:
                 self._retract(self._last_running(beyond, _scope_that_lacks(turn, lack)), work)
         return turn.turn_id in self.running
 
-    def _plan_drafts(self, work: dict[str, Work], drafts: Drafts) -> None:
-        """Extend decodes by drafts, with what the step has left, into free pages alone.
+    def _plan_drafts(self, work: dict[str, Work], drafts: Drafts) -> bool:
+        """Extend decodes by drafts, with what the step has left, into free pages alone. Returns whether there are any.
 
         A guess evicts nothing, retracts nothing, and delays no prefill.
         """
         candidates = drafts.candidates()
         if not candidates:
-            return
+            return False
         budget, num_rows = self.limits.step_tokens - sum(w.count for w in work.values()), len(work)
+        has_drafts = False
         for turn in candidates:
             w = work.get(turn.turn_id)
             if w is None or budget <= 0 or not w.samples or w.count != 1 or turn.in_flight:
@@ -272,6 +273,8 @@ class Scheduler:
                 w.count += len(w.draft.tokens)
                 budget -= len(w.draft.tokens)
                 self.cache.extend(turn.session_id, w.count)
+                has_drafts = True
+        return has_drafts
 
     def _admit(self, work: dict[str, Work], budget: int) -> int:
         """Admit turns in order until ``budget`` tokens are planned. Returns how many were."""

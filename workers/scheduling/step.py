@@ -57,3 +57,5 @@ class Step:
     work: list[Work] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
+    has_drafts: bool = False
+    """Whether drafts were planned. Most steps have none, and need not look for them."""
