@@ -88,8 +88,8 @@ class Scheduler:
         """Plan the next step. Pages for all of its work are held when this returns."""
         work: dict[str, Work] = {}
         has_drafts = not self.paused and self._plan_work(work)
-        updates = self.cache.take_table_updates()
-        return Step(list(work.values()), list(self.cache.pending_copies), updates, has_drafts)
+        copies, updates = list(self.cache.pending_copies), self.cache.take_table_updates()
+        return Step(list(work.values()), copies, updates, has_drafts)
 
     def _plan_work(self, work: dict[str, Work]) -> bool:
         """Returns whether there are drafts."""
