@@ -118,7 +118,7 @@ class Choice:
             picked = logits
             if not self._all_live:
                 picked = logits.index_select(0, upload_parts([array("i", self._logit_rows)], logits.device)[0])
-            elif len(logits) > len(self._places):
+            elif logits.shape[0] > len(self._places):
                 picked = logits.narrow(0, 0, len(self._places))
             chosen = sample(picked, self._places, self._restricted, counts, sampling)
         if log_probs is None:

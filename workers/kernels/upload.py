@@ -28,7 +28,7 @@ class Download:
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._copied = tensor, None
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()

@@ -37,9 +37,10 @@ class CpuSampling:
 
     def _choose(self, logits: Tensor, temperature: int | None, keys: int | None) -> Tensor:
         _check(logits, torch.float32)
-        tokens = torch.empty(len(logits), dtype=torch.int64)
+        num_rows, vocab_size = logits.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64)
         self._tape.library.holdfast_choose(
-            self._tape.context, temperature, keys, *logits.shape, logits.data_ptr(), tokens.data_ptr()
+            self._tape.context, temperature, keys, num_rows, vocab_size, logits.data_ptr(), tokens.data_ptr()
         )
         return tokens
 
