@@ -27,34 +27,50 @@ async def showing_progress() -> AsyncIterator[None]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=console, transient=True) as bars:
-        showing = asyncio.create_task(_show(bars))
+        shown = _Shown(bars)
+        showing = asyncio.create_task(shown.keep_up())
         try:
             yield
+            with suppress(HoldfastError):
+                await shown.update()  # what was loaded since the last look
         finally:
             showing.cancel()
             with suppress(asyncio.CancelledError, HoldfastError):  # the start itself says what is wrong
                 await showing
 
 
-async def _show(bars: Bars) -> None:
-    import ray
+class _Shown:
+    """A bar for each rank and stage."""
 
-    from cluster.ray_backend.processes import answer_of, find_actor, ray_errors
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[tuple[str, str], TaskID] = {}
 
-    def ranks() -> dict[str, Any]:
-        with ray_errors("nobody knows how far the start is"):
-            names = sorted(filter(RANK.fullmatch, ray.util.list_named_actors()))
-            return {name: actor for name in names if (actor := find_actor(name)) is not None}
+    async def keep_up(self) -> None:
+        while True:
+            await self.update()
+            await asyncio.sleep(POLL_S)
 
-    tasks: dict[tuple[str, str], TaskID] = {}
-    while True:
-        found = await asyncio.to_thread(ranks)
-        told = await asyncio.gather(*(answer_of(actor.progress.remote()) for actor in found.values()))
-        for name, progress in zip(found, told, strict=True):
+    async def update(self) -> None:
+        """Ask every rank that there is. Raises HoldfastError."""
+        from cluster.ray_backend.processes import answer_of
+
+        ranks = await asyncio.to_thread(_ranks)
+        told = await asyncio.gather(*(answer_of(actor.progress.remote()) for actor in ranks.values()))
+        for name, progress in zip(ranks, told, strict=True):
             if progress is None:
                 continue
             key = (name, progress.stage)
-            if key not in tasks:
-                tasks[key] = bars.add_task(f"{name} {progress.stage}", total=progress.total)
-            bars.update(tasks[key], completed=progress.done, total=progress.total)
-        await asyncio.sleep(POLL_S)
+            if key not in self._tasks:
+                self._tasks[key] = self._bars.add_task(f"{name} {progress.stage}")
+            self._bars.update(self._tasks[key], completed=progress.done, total=progress.total)
+
+
+def _ranks() -> dict[str, Any]:
+    import ray
+
+    from cluster.ray_backend.processes import find_actor, ray_errors
+
+    with ray_errors("nobody knows how far the start is"):
+        names = sorted(filter(RANK.fullmatch, ray.util.list_named_actors()))
+        return {name: actor for name in names if (actor := find_actor(name)) is not None}
