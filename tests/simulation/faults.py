@@ -70,7 +70,10 @@ class Faults:
     def _on_callback(self, count: int) -> None:
         while self._at_callbacks and count >= self._at_callbacks[0]:
             self._at_callbacks.pop(0)
-            self.strike()
+            try:
+                self.strike()
+            except Exception as error:  # raised here, it would be the end of the callback that it interrupts
+                self.cluster.violated(f"a fault failed: {error!r}")
 
     # ---- the faults ---------------------------------------------------------------------------------
 
@@ -121,6 +124,8 @@ class Faults:
     def cut(self) -> None:
         hosts = [router.host for router in self.cluster.routers]
         ranks = [process.host for process in self.cluster.ranks()]
+        if not ranks:  # each worker waits for its next incarnation
+            return
         supervisors = [process.host for process in self.cluster.supervisors]
         one, other = self.rng.choice([*hosts, *ranks, *supervisors]), self.rng.choice(ranks)
         ways = self.rng.choice(([(one, other)], [(other, one)], [(one, other), (other, one)]))
