@@ -35,7 +35,8 @@ NUM_BUFFERS, PER_LOAD = 16, 2
 """Of ``LOAD_BYTES`` at most. As many loads as there are between two steps are written there; of one load a chunk is
 read while another is written, as more would not stay in the processor's caches.
 """
-COPY_BYTES = 2 * 1024 * 1024
+COPY_BYTES = 8 * 1024 * 1024
+"""Copied at a time: the two messages with the store that it takes cost as much as copying 2 MB."""
 GATHER_S = 0.25
 """Between two looks at what was filled: a request for each page would cost more than the copying."""
 STATS_S, NO_STATS_S = 2.0, 0.2
