@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.kernels.cpu.memory import HugePages
 from workers.kernels.fp8 import FP8, stored
 from workers.models.spec import LatentSpec, Mixer, ModelConfig
 
@@ -35,13 +36,13 @@ class KVPool:
         """``scales``: of keys and values, by layer, for fp8."""
         self.page_size, self.dtype = page_size, dtype
         self.page_bytes = page_sizes_bytes(config, page_size, dtype)
-        groups = config.kv_groups
+        groups, memory = config.kv_groups, HugePages()
         self.k: list[Tensor] = []
         self.v: list[Tensor | None] = []
         for layer, group in zip(config.layers, config.layer_groups, strict=True):
             heads, dims = _shape(layer.mixer)
             rows = num_pages[groups.index(group)] + 1
-            parts = [torch.zeros((rows, heads, page_size, dim), dtype=dtype, device=device) for dim in dims]
+            parts = [_zeros(memory, (rows, heads, page_size, dim), dtype, device) for dim in dims]
             self.k.append(parts[0])
             self.v.append(parts[1] if len(parts) > 1 else None)
         self.scales = [(1.0, 1.0)] * len(self.k) if dtype is not FP8 or not scales else list(scales)
@@ -118,6 +119,14 @@ class KVPool:
             ends = list(accumulate(part.shape[1] for part in parts))
             found = self._bytes[group] = list(zip(parts, [0, *ends], ends, strict=False))
         return found
+
+
+def _zeros(memory: HugePages, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    *outer, dim = shape
+    # Overwritten now: memory that is not there is missed at the start, and no step waits for the kernel to find it.
+    return memory.empty(*outer, dim * dtype.itemsize).view(dtype).zero_()
 
 
 def page_sizes_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> list[int]:

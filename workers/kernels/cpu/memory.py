@@ -1,7 +1,8 @@
-"""Memory for weights, in the kernel's huge pages where it has them.
+"""Memory for weights and KV, in the kernel's huge pages where it has them.
 
 A step reads all weights, and in pages of 4 KB every 64 loads of a vector need another translation: with eight rows the
-products of a model that no cache holds take a sixth longer. See ``madvise(2)``, MADV_HUGEPAGE.
+products of a model that no cache holds take a sixth longer. And when a process dies, its pages are freed before its
+connections are closed, by which others notice: 0.1 s a GB in pages of 4 KB. See ``madvise(2)``, MADV_HUGEPAGE.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 32 * 1024 * 1024
-"""Weights that are smaller share a mapping: a huge page has 2 MB."""
+"""What is smaller shares a mapping: a huge page has 2 MB."""
 ALIGNMENT = 64
 
 
