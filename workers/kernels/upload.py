@@ -1,11 +1,12 @@
-"""Small arrays between the host and a device. The host waits for neither direction until it needs the values."""
+"""Memory between the host and a device. The host waits for neither direction until it needs the values."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,13 @@ def upload_parts(parts: Sequence[array[Any]], device: torch.device) -> list[Tens
         whole = whole.pin_memory().to(device, non_blocking=True)
     tensors = whole.split_with_sizes([len(part) for part in parts])
     return [t if part.typecode == "i" else t.view(torch.float32) for t, part in zip(tensors, parts, strict=True)]
+
+
+def upload_bytes(data: bytes | memoryview, device: torch.device) -> Tensor:
+    """Bytes on a GPU, uint8 ``[len(data)]``. The host does not wait, and ``data`` may be reused at once."""
+    pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+    pinned.numpy()[:] = np.frombuffer(data, np.uint8)
+    return pinned.to(device, non_blocking=True)
 
 
 class Download:
@@ -39,3 +47,20 @@ class Download:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+
+class SideStream:
+    """What is read from a GPU beside its steps: they do not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def read(self, gather: Callable[[], Tensor]) -> Tensor:
+        """What ``gather`` returns, on the host. It sees all that was queued for the steps, which may go on meanwhile.
+
+        The calling thread waits.
+        """
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            download = Download(gather())
+        return download.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from workers.kernels.cpu.memory import HugePages
 from workers.kernels.fp8 import FP8, stored
+from workers.kernels.upload import SideStream, upload_bytes, upload_parts
 from workers.models.spec import LatentSpec, Mixer, ModelConfig
 
 
@@ -34,7 +36,7 @@ class KVPool:
         scales: Sequence[tuple[float, float]] = (),
     ) -> None:
         """``scales``: of keys and values, by layer, for fp8."""
-        self.page_size, self.dtype = page_size, dtype
+        self.page_size, self.dtype, self._device = page_size, dtype, device
         self.page_bytes = page_sizes_bytes(config, page_size, dtype)
         groups, memory = config.kv_groups, HugePages()
         self.k: list[Tensor] = []
@@ -47,6 +49,7 @@ class KVPool:
             self.v.append(parts[1] if len(parts) > 1 else None)
         self.scales = [(1.0, 1.0)] * len(self.k) if dtype is not FP8 or not scales else list(scales)
         self._parts: list[list[Tensor]] = [[] for _ in groups]
+        self._side: SideStream | None = None
         self._bytes: dict[int, list[tuple[npt.NDArray[np.uint8], int, int]]] = {}
         for part in (self.k, self.v):
             for tensor, group in zip(part, config.layer_groups, strict=True):
@@ -72,20 +75,19 @@ class KVPool:
     def zero_pages(self, group: int, pages: Sequence[int]) -> None:
         """Overwrite whole pages."""
         for part in self._parts[group]:
-            part.index_fill_(0, torch.tensor(pages, device=part.device), 0)
+            part.index_fill_(0, self._index(pages), 0)
 
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
         """Each page's bytes: all layers' keys, then all layers' values."""
-        parts = self._parts[group]
-        index = torch.tensor(pages, device=parts[0].device)
-        together = torch.cat([part[index].flatten(1) for part in parts], dim=1).cpu()
-        return [page.view(torch.uint8).numpy().tobytes() for page in together]
+        return [page.numpy().tobytes() for page in self._together(group, pages).cpu()]
 
     def read_pages_into(self, group: int, pages: Sequence[int], targets: Sequence[memoryview]) -> None:
-        """As ``read_pages``, each into memory of that size. Other threads may run meanwhile."""
-        if self._parts[group][0].device.type != "cpu":
-            for target, data in zip(targets, self.read_pages(group, pages), strict=True):
-                target[:] = data
+        """As ``read_pages``, each into memory of that size. For one thread, beside the one that computes."""
+        if self._device.type != "cpu":
+            self._side = self._side or SideStream(self._device)
+            read = self._side.read(lambda: self._together(group, pages)).numpy()
+            for target, data in zip(targets, read, strict=True):
+                np.frombuffer(target, np.uint8)[:] = data
             return
         for page, target in zip(pages, targets, strict=True):
             whole = np.frombuffer(target, np.uint8)
@@ -97,16 +99,24 @@ class KVPool:
 
         It may be of another rank with the same layout.
         """
-        parts = self._parts[group]
-        if parts[0].device.type == "cpu":
+        if self._device.type == "cpu":
             received = np.frombuffer(data, np.uint8).reshape(len(pages), -1)
             for pages_of, start, end in self._byte_parts(group):
                 pages_of[pages] = received[:, start:end]
             return
-        together = torch.frombuffer(bytearray(data), dtype=parts[0].dtype).view(len(pages), -1)
-        index = torch.tensor(pages, device=parts[0].device)
-        for part, values in zip(parts, together.split([part[0].numel() for part in parts], dim=1), strict=True):
-            part[index] = values.to(part.device).view(len(pages), *part.shape[1:])
+        parts = self._parts[group]
+        together = upload_bytes(data, self._device).view(parts[0].dtype).view(len(pages), -1)
+        index = self._index(pages)
+        for part, values in zip(parts, together.split([part.shape[1:].numel() for part in parts], dim=1), strict=True):
+            part.index_copy_(0, index, values.view(len(pages), *part.shape[1:]))
+
+    def _together(self, group: int, pages: Sequence[int]) -> Tensor:
+        """``read_pages``, on the device: uint8 ``[pages, bytes]``."""
+        index = self._index(pages)
+        return torch.cat([part.index_select(0, index).flatten(1) for part in self._parts[group]], 1).view(torch.uint8)
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return upload_parts([array("i", pages)], self._device)[0].long()
 
     def _byte_parts(self, group: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
         """On a CPU: each tensor's bytes by page, and where a page's begin and end in ``read_pages``.

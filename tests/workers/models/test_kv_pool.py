@@ -1,15 +1,20 @@
-"""The memory of KV on a CPU."""
+"""The memory of KV: on a CPU its kind, on a GPU that is not there what reads and writes queue."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workers.config import BUNDLED_MODEL
+from workers.kernels import upload
 from workers.kernels.fp8 import FP8, stored
-from workers.models import KVPool
+from workers.models import KVPool, kv_pool
 from workers.models.config import read_config
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -38,3 +43,63 @@ def test_kv_is_zero_and_in_huge_pages(dtype: torch.dtype) -> None:
     assert [int(part.max()) for part in parts] == [int(part.min()) for part in parts] == list(range(1, len(parts) + 1))
     if HUGE_PAGES.exists():
         assert all("hg" in flags_of(part.data_ptr()) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_pages_of_a_gpu_are_gathered_and_written_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts_on_device(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+        return [torch.empty(len(part), dtype=torch.int32, device=device) for part in parts]
+
+    def bytes_on_device(data: bytes, device: torch.device) -> torch.Tensor:
+        return torch.empty(len(data), dtype=torch.uint8, device=device)
+
+    class Side:
+        def __init__(self, device: torch.device) -> None:
+            assert device == cuda
+
+        def read(self, gather: Callable[[], torch.Tensor]) -> torch.Tensor:
+            gathered.append(gather())
+            raise Read  # a fake tensor's values cannot be had
+
+    class Read(Exception):
+        pass
+
+    monkeypatch.setattr(kv_pool, "upload_parts", parts_on_device)
+    monkeypatch.setattr(kv_pool, "upload_bytes", bytes_on_device)
+    monkeypatch.setattr(kv_pool, "SideStream", Side)
+    cuda, gathered = torch.device("cuda", 0), list[torch.Tensor]()
+    with FakeTensorMode():
+        pool = KVPool(read_config(BUNDLED_MODEL), [60], 16, dtype, cuda)
+        size = pool.page_bytes[0]
+        with pytest.raises(Read):
+            pool.read_pages_into(0, [1, 7], [memoryview(bytearray(size))] * 2)
+        pool.write_pages(0, [3, 4, 5], bytes(3 * size))
+        pool.zero_pages(0, [3, 4])
+    assert [(each.shape, each.dtype, each.device) for each in gathered] == [((2, size), torch.uint8, cuda)]
+
+
+def test_reads_beside_the_steps_wait_for_those_that_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def wait_stream(self, other: str) -> None:
+            done.append(f"after {other}")
+
+    @contextmanager
+    def stream(used: Stream) -> Iterator[None]:
+        done.append("begin")
+        yield
+        done.append("end")
+
+    def gather() -> torch.Tensor:
+        done.append("gather")
+        return torch.ones(3)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the steps")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    assert upload.SideStream(torch.device("cuda", 0)).read(gather).tolist() == [1, 1, 1]
+    assert done == ["after the steps", "begin", "gather", "end"]
