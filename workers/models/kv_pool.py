@@ -74,8 +74,9 @@ class KVPool:
 
     def zero_pages(self, group: int, pages: Sequence[int]) -> None:
         """Overwrite whole pages."""
+        index = self._index(pages)
         for part in self._parts[group]:
-            part.index_fill_(0, self._index(pages), 0)
+            part.index_fill_(0, index, 0)
 
     def read_pages(self, group: int, pages: Sequence[int]) -> list[bytes]:
         """Each page's bytes: all layers' keys, then all layers' values."""
