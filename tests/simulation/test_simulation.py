@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.simulation.faults import Faults
 from tests.simulation.planted import PLANTED, seeds_to_find
 from tests.simulation.run import run_seed
 
@@ -46,6 +47,20 @@ def test_planted_bugs_are_found(name: str, long: bool) -> None:
     if name in SLOW and not long:
         pytest.skip("takes more seeds: make test-long")
     assert seeds_to_find(name, MAX_SEEDS if long else QUICK) is not None
+
+
+def test_a_fault_that_fails_between_two_callbacks_fails_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised in the callback that it interrupts, its error was lost, and so was what the callback would have done."""
+
+    def strike(self: Faults) -> None:
+        raise ValueError("nothing to choose from")
+
+    async def none_at_any_time(self: Faults) -> None:
+        pass
+
+    monkeypatch.setattr(Faults, "strike", strike)
+    monkeypatch.setattr(Faults, "run", none_at_any_time)
+    assert set(run_seed(0).violations) == {"a fault failed: ValueError('nothing to choose from')"}
 
 
 def test_a_seed_plays_the_same_everywhere() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.parity.test_fake_cuda import CUDA, parts_on_device
 from workers.config import BUNDLED_MODEL
 from workers.kernels import upload
 from workers.kernels.fp8 import FP8, stored
@@ -47,15 +47,12 @@ def test_kv_is_zero_and_in_huge_pages(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 def test_pages_of_a_gpu_are_gathered_and_written_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    def parts_on_device(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
-        return [torch.empty(len(part), dtype=torch.int32, device=device) for part in parts]
-
     def bytes_on_device(data: bytes, device: torch.device) -> torch.Tensor:
         return torch.empty(len(data), dtype=torch.uint8, device=device)
 
     class Side:
         def __init__(self, device: torch.device) -> None:
-            assert device == cuda
+            assert device == CUDA
 
         def read(self, gather: Callable[[], torch.Tensor]) -> torch.Tensor:
             gathered.append(gather())
@@ -67,15 +64,15 @@ def test_pages_of_a_gpu_are_gathered_and_written_there(dtype: torch.dtype, monke
     monkeypatch.setattr(kv_pool, "upload_parts", parts_on_device)
     monkeypatch.setattr(kv_pool, "upload_bytes", bytes_on_device)
     monkeypatch.setattr(kv_pool, "SideStream", Side)
-    cuda, gathered = torch.device("cuda", 0), list[torch.Tensor]()
+    gathered = list[torch.Tensor]()
     with FakeTensorMode():
-        pool = KVPool(read_config(BUNDLED_MODEL), [60], 16, dtype, cuda)
+        pool = KVPool(read_config(BUNDLED_MODEL), [60], 16, dtype, CUDA)
         size = pool.page_bytes[0]
         with pytest.raises(Read):
             pool.read_pages_into(0, [1, 7], [memoryview(bytearray(size))] * 2)
         pool.write_pages(0, [3, 4, 5], bytes(3 * size))
         pool.zero_pages(0, [3, 4])
-    assert [(each.shape, each.dtype, each.device) for each in gathered] == [((2, size), torch.uint8, cuda)]
+    assert [(each.shape, each.dtype, each.device) for each in gathered] == [((2, size), torch.uint8, CUDA)]
 
 
 def test_reads_beside_the_steps_wait_for_those_that_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +98,5 @@ def test_reads_beside_the_steps_wait_for_those_that_are_queued(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the steps")
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    assert upload.SideStream(torch.device("cuda", 0)).read(gather).tolist() == [1, 1, 1]
+    assert upload.SideStream(CUDA).read(gather).tolist() == [1, 1, 1]
     assert done == ["after the steps", "begin", "gather", "end"]
