@@ -207,8 +207,8 @@ inline void add_rows(int count, float* sums, const uint32_t* rows, const char* p
     add_rows<T, TILE_ROWS, 1>(count, sums, rows, at, bytes, steps);
 }
 
-// Adds the product of `count` packed rows with a panel of `kind`; and with the next, if it is given how many `bytes`
-// further it begins.
+// Adds the product of `count` packed rows with a panel of `kind`; and with another, if it is given how many `bytes`
+// further that begins.
 inline void add_product(
     int count, float* sums, const uint32_t* rows, const char* panel, int32_t kind, int64_t depth, bool dots,
     int64_t bytes = 0) {
@@ -275,10 +275,10 @@ struct PackedRows {
     }
 };
 
-// How many panels a task takes, and how many tasks there are for a block of rows.
-inline int panels_at_once(const PackedRows& x) { return x.count <= PAIRED_ROWS ? 2 : 1; }
+// How many tasks there are for a block of rows. Of a few, a task takes two panels, this many apart: one from each half
+// of the weight, so that tasks in their order read on where the one before ended.
 inline int64_t panel_tasks(const PackedRows& x, const Weight& w) {
-    return (w.panels() + panels_at_once(x) - 1) / panels_at_once(x);
+    return x.count <= PAIRED_ROWS ? (w.panels() + 1) / 2 : w.panels();
 }
 
 // Calls `done(row, column, sums, columns)` for each row of a block and each panel of a task, with fp32 sums.
@@ -286,17 +286,17 @@ template <class Done>
 inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, int64_t task, const Done& done) {
     struct Sums;
     struct Wide;
-    const int64_t panel = task * panels_at_once(x), num = std::min<int64_t>(panels_at_once(x), w.panels() - panel);
+    const int64_t apart = panel_tasks(x, w), num = task + apart < w.panels() ? 2 : 1;
     int64_t first = block * (BLOCK_ROWS / TILE_ROWS);
     int64_t end = std::min(x.tiles(), first + BLOCK_ROWS / TILE_ROWS);
     float* sums = scratch<Sums, float>(size_t(BLOCK_ROWS) * PANEL);
     memset(sums, 0, sizeof(float) * (end - first) * num * TILE_ROWS * PANEL);
-    const char* data = w.data + panel * w.panel_bytes();
+    const char* data = w.data + task * w.panel_bytes();
     auto of = [&](int64_t tile) { return sums + (tile - first) * TILE_ROWS * PANEL; };
     if (x.dots || !widens(w.kind, end - first)) {
         for (int64_t tile = first; tile < end; tile++)
             add_product(
-                x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots, num == 2 ? w.panel_bytes() : 0);
+                x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots, num == 2 ? apart * w.panel_bytes() : 0);
     } else {
         float* wide = scratch<Wide, float>(WIDE_DEPTH * PANEL);
         for (int64_t k = 0; k < x.depth; k += WIDE_DEPTH) {
@@ -310,7 +310,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
         }
     }
     for (int64_t p = 0; p < num; p++) {
-        const int64_t column = (panel + p) * PANEL;
+        const int64_t column = (task + p * apart) * PANEL;
         const int columns = int(std::min<int64_t>(PANEL, w.rows - column));
         for (int64_t tile = first; tile < end; tile++) {
             for (int i = 0; i < x.rows_of(tile); i++) {
