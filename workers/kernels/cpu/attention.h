@@ -33,11 +33,12 @@ struct Attention {
 // values.
 template <int M, int V, class Values>
 [[gnu::noinline]] void add_values(
-    float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column) {
+    float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column, Ahead& ahead) {
     Floats acc[M][V];
     auto sums_of = [&](int m, int v) { return sums + m * width + column + v * LANES; };
     unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
     for (int k = 0; k < Values::STEPS; k++) {
+        ahead.step();
         decltype(values.at(0, 0)) columns[V];
         unrolled<V>([&](auto v) INLINED { columns[v] = values.at(k, column + v * LANES); });
         unrolled<M>([&](auto m) INLINED {
@@ -50,15 +51,16 @@ template <int M, int V, class Values>
 
 template <class Values, int M = TILE_ROWS>
 inline void add_weighted(
-    int count, float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t dim) {
+    int count, float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t dim, Ahead& ahead) {
     if constexpr (M > 1) {
-        if (count < M) return add_weighted<Values, M - 1>(count, sums, width, weights, values, dim);
+        if (count < M) return add_weighted<Values, M - 1>(count, sums, width, weights, values, dim, ahead);
     }
     int64_t column = 0;
     if constexpr (M <= PAIRED_ROWS || tile_vectors(M) == 4)
-        for (; dim - column > 3 * LANES; column += 4 * LANES) add_values<M, 4>(sums, width, weights, values, column);
-    for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, weights, values, column);
-    if (column < dim) add_values<M, 1>(sums, width, weights, values, column);
+        for (; dim - column > 3 * LANES; column += 4 * LANES)
+            add_values<M, 4>(sums, width, weights, values, column, ahead);
+    for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, weights, values, column, ahead);
+    if (column < dim) add_values<M, 1>(sums, width, weights, values, column, ahead);
 }
 
 // Scratch of one task, for `rows` queries.
@@ -197,16 +199,18 @@ inline void attend_tile(
             const int num = rows_of(tile);
             float* sums = space.sums + tile * TILE_ROWS * v_width;
             memset(space.scores, 0, sizeof(float) * TILE_ROWS * KEYS);
-            for (int panel = 0; panel < KEY_PANELS; panel += num <= PAIRED_ROWS ? 2 : 1)
+            ahead.begin(SCORED, KEY_PANELS / (num <= PAIRED_ROWS ? 2 : 1));
+            for (int panel = 0; panel < KEY_PANELS; panel += num <= PAIRED_ROWS ? 2 : 1) {
+                ahead.step();
                 add_product(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
                     num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
-            ahead.reach(SCORED);
-            Between softened(SCORED, SOFTENED, num);
+            }
+            ahead.begin(SOFTENED, num);
             for (int i = 0; i < num; i++) {
                 const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
-                ahead.reach(softened.next());
+                ahead.step();
                 Floats weights[KEYS / LANES];
                 float kept = soften(
                     a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
@@ -216,15 +220,16 @@ inline void attend_tile(
                 for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
                     store(sum, load(sum) * kept);
             }
-            ahead.reach(KEYS);
+            const int64_t at_once = num <= PAIRED_ROWS ? 4 * LANES : 2 * LANES;
+            ahead.begin(1.0f, (a.v_dim + at_once - 1) / at_once * (dots ? KEYS / 2 : KEYS));
             if (wide) {
-                add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim);
+                add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim, ahead);
             } else if (!dots) {
-                add_weighted(num, sums, v_width, space.weights, InPlace<BFloat16>{values}, a.v_dim);
+                add_weighted(num, sums, v_width, space.weights, InPlace<BFloat16>{values}, a.v_dim, ahead);
             } else {
 #if defined(__AVX512BF16__)
-                if (tiles > 1) add_weighted(num, sums, v_width, space.weights, pairs, a.v_dim);
-                else add_weighted(num, sums, v_width, space.weights, InRows(values), a.v_dim);
+                if (tiles > 1) add_weighted(num, sums, v_width, space.weights, pairs, a.v_dim, ahead);
+                else add_weighted(num, sums, v_width, space.weights, InRows(values), a.v_dim, ahead);
 #endif
             }
         }

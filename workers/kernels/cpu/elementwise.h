@@ -16,7 +16,7 @@ struct Rows {
 // Calls `act(row)` for each row; by several threads if that is worth their waking up.
 template <class Act>
 inline void each_row(Pool& pool, int64_t rows, int64_t width, const Act& act) {
-    const int64_t chunk = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width));
+    const int64_t chunk = std::max<int64_t>(1, 2048 / std::max<int64_t>(1, width));
     if (rows <= 2 * chunk) {
         for (int64_t row = 0; row < rows; row++) act(row);
         return;

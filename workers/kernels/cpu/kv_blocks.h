@@ -101,42 +101,67 @@ struct KeyRows {
     }
 };
 
-// How many rows of the next block have been asked for when a part of the work on this one is done.
-constexpr int KEYS_PACKED = KEYS / 4, VALUES_PACKED = KEYS * 3 / 8, SCORED = KEYS / 2, SOFTENED = KEYS * 3 / 4;
+// How much of the next block has been asked for when a part of the work on this one is done.
+constexpr float KEYS_PACKED = 0.35f, VALUES_PACKED = 0.4f, SCORED = 0.42f, SOFTENED = 0.5f;
 
 inline int64_t lines(int64_t bytes) { return (bytes + 63) / 64; }
 
 // Asks for the lines of the next block, whose place no hardware guesses: into the second cache, and all along the work
 // on this one, because what is asked for faster than memory answers is dropped.
-struct Ahead {
-    const KeyRows *keys, *values;  // null: none
-    int64_t key_lines, value_lines;
-    int row = 0;
+class Ahead {
+  public:
+    // `keys`, `values`: the next block's rows; null: none.
+    Ahead(const KeyRows* keys, const KeyRows* values, int64_t key_lines, int64_t value_lines)
+        : keys_(keys), values_(values), key_lines_(key_lines), value_lines_(value_lines) {
+        if (keys) at_ = keys->rows[0], left_ = key_lines;
+    }
 
-    void reach(int end) {
-        if (!keys) return;
-        for (; row < end; row++) {
-            for (int64_t i = 0; i < key_lines; i++) __builtin_prefetch(keys->rows[row] + 64 * i, 0, 2);
-            for (int64_t i = 0; i < value_lines; i++) __builtin_prefetch(values->rows[row] + 64 * i, 0, 2);
+    // The work up to `part` of it takes so many steps from here.
+    void begin(float part, int64_t steps) {
+        const float end = keys_ ? part * float(KEYS * (key_lines_ + value_lines_)) : 0;
+        each_ = (end - due_) / float(steps);
+    }
+
+    // Asks for what is due after one of them.
+    void step() {
+        due_ += each_;
+        for (; asked_ < int(due_); asked_++, at_ += 64) {
+            __builtin_prefetch(at_, 0, 2);
+            if (--left_ == 0) turn();
         }
     }
-};
 
-// What is reached after each of some equal steps between two parts.
-struct Between {
-    float each, at;
+    // Asks for what is due when `part` of the work is done.
+    void reach(float part) {
+        begin(part, 1);
+        step();
+    }
 
-    Between(int from, int to, int64_t steps) : each(float(to - from) / float(steps)), at(float(from)) {}
-    int next() { return int(at += each); }
+  private:
+    // To the row's values, or to the next row's keys.
+    void turn() {
+        const bool of_key = in_keys_ && value_lines_;
+        if (!of_key && ++row_ == KEYS) return;
+        in_keys_ = !of_key;
+        at_ = (of_key ? values_ : keys_)->rows[row_] - 64;
+        left_ = of_key ? value_lines_ : key_lines_;
+    }
+
+    const KeyRows *keys_, *values_;
+    int64_t key_lines_, value_lines_, left_ = 0;
+    const char* at_ = nullptr;
+    float each_ = 0, due_ = 0;
+    int asked_ = 0, row_ = 0;
+    bool in_keys_ = true;
 };
 
 // Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
 inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
-    Between packed(0, KEYS_PACKED, KEYS / LANES * (words / LANES));
+    ahead.begin(KEYS_PACKED, KEYS / LANES * (words / LANES));
     for (int j = 0; j < KEYS; j += LANES) {
         uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
         for (int64_t word = 0; word < words; word += LANES) {
-            ahead.reach(packed.next());
+            ahead.step();
             transpose(keys.rows + j, 4 * word, panel + word * PANEL, PANEL);
         }
     }
@@ -181,9 +206,9 @@ struct InPairs : Pairs16 {
     InPairs(uint32_t* to, int64_t columns) : words(to), width(columns) {}
     void pack(const KeyRows& values, Ahead& ahead, int64_t dim) {
         const InRows rows(values);
-        Between packed(KEYS_PACKED, VALUES_PACKED, STEPS);
+        ahead.begin(VALUES_PACKED, STEPS);
         for (int k = 0; k < STEPS; k++) {
-            ahead.reach(packed.next());
+            ahead.step();
             for (int64_t column = 0; column < dim; column += LANES) {
                 const __m512bh pairs = rows.at(k, column);
                 memcpy(words + k * width + column, &pairs, sizeof pairs);

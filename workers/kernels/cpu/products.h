@@ -296,7 +296,8 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
     if (x.dots || !widens(w.kind, end - first)) {
         for (int64_t tile = first; tile < end; tile++)
             add_product(
-                x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots, num == 2 ? apart * w.panel_bytes() : 0);
+                x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots,
+                num == 2 ? apart * w.panel_bytes() : 0);
     } else {
         float* wide = scratch<Wide, float>(WIDE_DEPTH * PANEL);
         for (int64_t k = 0; k < x.depth; k += WIDE_DEPTH) {
