@@ -14,6 +14,8 @@ from typing import Any
 
 import ray
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from cluster.config import Config
 from cluster.ray_backend.cluster import Cluster
@@ -40,6 +42,24 @@ def long_context_model(context_len: int) -> Iterator[Path]:
         shutil.copytree(BUNDLED_MODEL, model)
         config = json.loads((model / "config.json").read_text())
         config["max_position_embeddings"] = context_len
+        (model / "config.json").write_text(json.dumps(config))
+        yield model
+
+
+@contextmanager
+def wide_model(intermediate_size: int) -> Iterator[Path]:
+    """The bundled model with neurons that add nothing: it says the same, and reads as many bytes as a larger one."""
+    with long_context_model(4096) as model:
+        path = model / "model.safetensors"
+        weights = load_file(path)
+        for name, weight in weights.items():
+            if ".mlp." in name:
+                is_down = "down_proj" in name
+                added = intermediate_size - weight.shape[1 if is_down else 0]
+                weights[name] = pad(weight, (0, added) if is_down else (0, 0, 0, added))
+        save_file(weights, path, metadata={"format": "pt"})
+        config = json.loads((model / "config.json").read_text())
+        config["intermediate_size"] = intermediate_size
         (model / "config.json").write_text(json.dumps(config))
         yield model
 

@@ -1,26 +1,31 @@
 """Tokens/s with drafts over without: an agent that quotes, an edit with its prediction, text that nobody can guess.
 
-The engine alone, with the bundled model; both settings take turns, and figures are medians of the rounds' ratios. The
-agent's answers are made to quote lines of the tool's output by a grammar, in both settings. The edit's prediction is
-its output with words changed, added and left out, as a file is before it is edited. The floor is no speculation: 1.0.
-What a second engine without drafts has is what these figures are exact to: it may be 0.98.
+The engine alone; settings take turns, and figures are medians of the rounds' ratios. The agent's answers are made to
+quote lines of the tool's output by a grammar, in all settings. The edit's prediction is its output with words changed,
+added and left out, as a file is before it is edited. As many turns run all the time: a turn that drafts end early makes
+room for the next, as on a server. The floor is no speculation: 1.0. What a second engine without drafts has, which runs
+after the one with them, is what these figures are exact to: it may be 0.98.
+
+The bundled model lies in the processor's caches, where a step takes as long as its products. What drafts are for is a
+model whose weights are read from memory in each step, however many tokens it computes: ``--wide``.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import re
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.common import save
+from benchmarks.common import save, wide_model
 from workers.config import BUNDLED_MODEL, EngineConfig
 from workers.engine.leader import Leader
 from workers.engine.messages import Submission, TurnUpdate
@@ -29,55 +34,89 @@ from workers.scheduling import Draft, Grammar, SamplingParams, Turn
 
 CONFIG = EngineConfig(max_total_tokens=65_536, max_running_requests=32, num_threads=2, overlap_schedule=False)
 ROUNDS, BATCHES = 7, (1, 4, 16)
-OUTPUT, TURNS, FREE_TURNS = 240, 4, 4
+WIDE, WIDE_ROUNDS, WIDE_BATCHES = 24_576, 3, (1, 4)
+"""Neurons: 150 MB of weights in bf16. Steps take twenty times as long."""
+OUTPUT, TURNS = 240, 4
 PROMPTS = ("def main(", "Return the list of", "class Reader:", "The function takes", "for name in", "import os\n")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One turn of a session."""
+    """One turn: what it adds to its session."""
 
-    session: str
     tokens: list[int]
     params: SamplingParams
-    prediction: tuple[int, ...] = ()
+    prediction: Sequence[int] = ()
+
+
+@dataclass
+class Session:
+    """Turns one after another."""
+
+    name: str
+    requests: list[Request]
+    history: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    """Of the last turn."""
 
 
 class Engine:
     """A leader that is stepped here."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.outputs: dict[str, list[int]] = {}
-        self.leader = Leader(replace(CONFIG, **settings), self._take, self._fail)
+    def __init__(self, config: EngineConfig, algorithm: str = "NONE") -> None:
+        self.leader = Leader(replace(config, speculative_algorithm=algorithm), self._take, self._fail)
         self.by_place: Counter[tuple[int, bool]] = Counter()
-        self._accepted = Draft.accepted
+        self.outputs: dict[str, list[int]] = {}
+        """Of sessions' last turns."""
+        self._live: dict[str, Session] = {}
+        self._ended: list[Session] = []
+        self._num_tokens = 0
 
     def _take(self, updates: list[TurnUpdate]) -> None:
         for update in updates:
-            self.outputs.setdefault(update.turn_id, []).extend(update.tokens)
+            session = self._live[update.turn_id]
+            session.output += update.tokens
+            self._num_tokens += len(update.tokens)
+            if update.finish is not None:
+                session.history += session.output
+                self.outputs[session.name] = session.output
+                self._ended.append(self._live.pop(update.turn_id))
 
     def _fail(self, error: BaseException) -> None:
         raise error
 
-    def run(self, requests: Sequence[Request], at_once: int) -> tuple[float, dict[str, list[int]]]:
-        """Seconds until all are done, ``at_once`` of them at a time, and their outputs by session."""
-        self.outputs.clear()
-        compiled = [self.leader._outputs.compile(request.params) for request in requests]
+    def run(self, sessions: Sequence[Session], at_once: int) -> float:
+        """Tokens/s for as long as ``at_once`` of the sessions run: one that is done makes room for the next."""
+        waiting = deque(replace(session) for session in sessions)
+        compiled = [self.leader._outputs.compile(each.params) for session in sessions for each in session.requests]
         for future in compiled:
             if future is not None:
                 future.result()
-        began, num_submitted = time.perf_counter(), 0
-        while num_submitted < len(requests) or self.leader.scheduler.turns:
-            while num_submitted < len(requests) and len(self.leader.scheduler.turns) < at_once:
-                self._submit(requests[num_submitted])
-                num_submitted += 1
+        self._num_tokens, began = 0, time.perf_counter()
+        for _ in range(at_once):
+            self._submit(waiting.popleft())
+        while len(self._live) == at_once:
             self.leader.step()
-        return time.perf_counter() - began, dict(self.outputs)
+            ended, self._ended = self._ended, []
+            for session in ended:
+                following = session if session.requests else waiting.popleft() if waiting else None
+                if following is not None:
+                    self._submit(following)
+        seconds = time.perf_counter() - began
+        num_tokens = self._num_tokens
+        while self._live:
+            self.leader.step()
+        self._ended.clear()
+        return num_tokens / seconds
 
-    def _submit(self, r: Request) -> None:
+    def _submit(self, session: Session) -> None:
+        request, *session.requests = session.requests
+        session.history = [*session.history, *request.tokens]
+        session.output = []
+        self._live[session.name] = session
         submission = Submission(
-            r.session, r.session, "", 1, new_tokens(r.tokens), len(r.tokens), r.params,
-            prediction=new_tokens(r.prediction),
+            session.name, session.name, "", 1, new_tokens(session.history), len(session.history), request.params,
+            prediction=new_tokens(request.prediction),
         )  # fmt: skip
         self.leader.submit(submission)
         self._do_commands()
@@ -118,18 +157,11 @@ class Agents:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def play(self, engine: Engine, batch: int, seed: int) -> float:
+    def sessions(self, batch: int, seed: int) -> list[Session]:
         rng = random.Random(seed)
-        histories: dict[str, list[int]] = {f"agent-{i}": [] for i in range(batch)}
-        total = 0.0
-        for _ in range(TURNS):
-            requests = [self._turn(rng, name, history) for name, history in histories.items()]
-            seconds, outputs = engine.run(requests, batch)
-            total += seconds
-            histories = {r.session: r.tokens + outputs[r.session] for r in requests}
-        return total
+        return [Session(f"agent-{i}", [self._turn(rng) for _ in range(TURNS)]) for i in range(batch)]
 
-    def _turn(self, rng: random.Random, name: str, history: list[int]) -> Request:
+    def _turn(self, rng: random.Random) -> Request:
         lines = [
             f"src/{rng.choice(['reader', 'parser', 'main', 'tests'])}_{rng.randint(1, 99)}.py:{rng.randint(1, 400)}: "
             f"{rng.choice(['error', 'warning'])}: name '{rng.choice(['value', 'items', 'result'])}' is not defined"
@@ -138,8 +170,8 @@ class Agents:
         quoted = [re.escape(line).replace("\\ ", " ").replace("\\'", "'") for line in rng.sample(lines, 3)]
         own = "[a-z ]{8,24}"
         grammar = Grammar("regex", f"{own}\\n{quoted[0]}\\n{own}\\n{quoted[1]}\\n{quoted[2]}\\n{own}", "bench")
-        tokens = [*history, *self._tokenizer.encode("\nThe tool says:\n" + "\n".join(lines) + "\n").ids]
-        return Request(name, tokens, SamplingParams(max_tokens=OUTPUT, grammar=grammar))
+        tokens = self._tokenizer.encode("\nThe tool says:\n" + "\n".join(lines) + "\n").ids
+        return Request(tokens, SamplingParams(max_tokens=OUTPUT, grammar=grammar))
 
 
 class Edits:
@@ -147,26 +179,23 @@ class Edits:
 
     name, least = "code edit with a prediction", 3.0
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._plain = tokenizer, Engine()
-        self._requests: dict[tuple[int, int], list[Request]] = {}
+    def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self._tokenizer, self._plain = tokenizer, Engine(config)
 
-    def play(self, engine: Engine, batch: int, seed: int) -> float:
-        if (batch, seed) not in self._requests:
-            self._requests[batch, seed] = self._make(batch, random.Random(seed))
-        return engine.run(self._requests[batch, seed], batch)[0]
-
-    def _make(self, batch: int, rng: random.Random) -> list[Request]:
+    def sessions(self, batch: int, seed: int) -> list[Session]:
+        rng = random.Random(seed)
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0.7)
         requests = [
-            Request(
-                f"edit-{i}", self._tokenizer.encode(rng.choice(PROMPTS)).ids, replace(params, seed=rng.randrange(10**6))
-            )
-            for i in range(batch)
+            Request(self._tokenizer.encode(rng.choice(PROMPTS)).ids, replace(params, seed=rng.randrange(10**6)))
+            for _ in range(TURNS * batch)
         ]
-        _, outputs = self._plain.run(requests, batch)
+        self._plain.run([Session(str(i), [request]) for i, request in enumerate(requests)], batch)
         self._plain.forget()
-        return [replace(r, prediction=tuple(self._before(rng, outputs[r.session]))) for r in requests]
+        before = [self._before(rng, self._plain.outputs[str(i)]) for i in range(len(requests))]
+        return [
+            Session(f"edit-{i}", [replace(request, prediction=prediction)])
+            for i, (request, prediction) in enumerate(zip(requests, before, strict=True))
+        ]
 
     def _before(self, rng: random.Random, output: list[int]) -> list[int]:
         before = list(output)
@@ -176,7 +205,7 @@ class Edits:
 
 
 class FreeText:
-    """Sampled text: turns one after another, so that one that is done early makes room for the next."""
+    """Sampled text."""
 
     least = 0.97
 
@@ -184,14 +213,14 @@ class FreeText:
         self.name = f"free text at temperature {temperature:g}"
         self._tokenizer, self._temperature = tokenizer, temperature
 
-    def play(self, engine: Engine, batch: int, seed: int) -> float:
+    def sessions(self, batch: int, seed: int) -> list[Session]:
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=self._temperature)
-        requests = []
-        for i in range(FREE_TURNS * batch):
+        texts = []
+        for i in range(TURNS * batch):
             tokens = self._tokenizer.encode(rng.choice(PROMPTS)).ids + rng.choices(range(100, 2000), k=3)
-            requests.append(Request(f"free-{i}", tokens, replace(params, seed=rng.randrange(10**6))))
-        return engine.run(requests, batch)[0]
+            texts.append(Session(f"free-{i}", [Request(tokens, replace(params, seed=rng.randrange(10**6)))]))
+        return texts
 
 
 def acceptance(engine: Engine) -> dict[str, float]:
@@ -205,26 +234,30 @@ def acceptance(engine: Engine) -> dict[str, float]:
     return figures
 
 
-def main() -> None:
+def measure(config: EngineConfig, rounds: int, batches: Sequence[int]) -> dict[str, Any]:
+    """The figures of a model, by workload."""
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
-    workloads: list[Any] = [Agents(tokenizer), Edits(tokenizer), FreeText(tokenizer, 0.0), FreeText(tokenizer, 1.0)]
+    workloads: list[Any] = [
+        Agents(tokenizer), Edits(tokenizer, config), FreeText(tokenizer, 0.0), FreeText(tokenizer, 1.0)
+    ]  # fmt: skip
     figures: dict[str, Any] = {}
     for workload in workloads:
         rows: dict[str, Any] = {"goal": workload.least}
-        for batch in BATCHES:
-            engines = Engine(), Engine(speculative_algorithm="NGRAM"), Engine()
+        for batch in batches:
+            engines = Engine(config), Engine(config, "NGRAM"), Engine(config)
             drafting = engines[1]
             count_places(drafting)
             gc.collect()
             gc.freeze()  # as a rank does when it has started
             ratios, of_plain = list[float](), list[float]()
-            for number in range(ROUNDS + 1):
-                seconds = [workload.play(engine, batch, number) for engine in engines]
+            for number in range(rounds + 1):
+                sessions = workload.sessions(batch, number)
+                rates = [engine.run(sessions, batch) for engine in engines]
                 for engine in engines:
                     engine.forget()
                 if number:  # the first round warms up
-                    ratios.append(seconds[0] / seconds[1])
-                    of_plain.append(seconds[0] / seconds[2])
+                    ratios.append(2 * rates[1] / (rates[0] + rates[2]))
+                    of_plain.append(rates[2] / rates[0])
             gc.unfreeze()
             counters = drafting.leader.counters
             rows[f"{batch} at once"] = {
@@ -235,7 +268,17 @@ def main() -> None:
                 "accepted by place": acceptance(drafting),
             }
         figures[workload.name] = rows
-    save("speculation", figures)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wide", action="store_true", help="a model that is read from memory")
+    if not parser.parse_args().wide:
+        save("speculation", measure(CONFIG, ROUNDS, BATCHES))
+        return
+    with wide_model(WIDE) as model:
+        save("speculation-wide", measure(replace(CONFIG, model=model, dtype="bfloat16"), WIDE_ROUNDS, WIDE_BATCHES))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,3 +218,28 @@ def test_an_equal_token_that_does_not_continue_is_not_where_the_next_is_sought_f
     prediction = list(range(100, 200))
     drafter, turn = followed_to(prediction, [*prediction[:20], prediction[30], 900, prediction[22], prediction[23]])
     assert drafter.matches[turn].draft(2).tolist() == prediction[24:26]
+
+
+def lookups(drafter: NgramDrafter, turn: Turn, output: list[int]) -> list[int]:
+    """The output's lengths at which the drafter wanted the turn's tokens."""
+    lengths = []
+    for length, token in enumerate(output, 1):
+        turn.tokens.append(token)
+        if len(turn.tokens) >= turn.look_at:
+            drafter.receive(turn)
+            lengths.append(length)
+    return lengths
+
+
+def test_a_turn_that_finds_nothing_is_looked_up_ever_less_often() -> None:
+    drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8], 8)
+    drafter.begin(turn)
+    assert lookups(drafter, turn, list(range(100, 400))) == [1, 3, 7, 15, 31, 63, 127, 191, 255]
+
+
+def test_a_turn_that_has_matched_is_looked_up_every_sixteen_tokens_at_least() -> None:
+    drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8], 8)
+    drafter.begin(turn)
+    lookups(drafter, turn, [1, 2, 3, 4, 5, 50])
+    unmatched = lookups(drafter, turn, list(range(100, 400)))
+    assert max(b - a for a, b in pairwise(unmatched)) == 16

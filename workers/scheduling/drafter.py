@@ -15,8 +15,9 @@ MAX_INDEXED = 2**24
 MAX_RECENT = 2**15
 """Tokens of recent outputs, for each tenant. Twice as many at most are kept."""
 MAX_TENANTS = 64
-MAX_INTERVAL, MAX_INTERVAL_PREDICTED = 16, 2
-"""Tokens between two lookups of a turn that finds nothing, or nothing that holds; and of one with a prediction."""
+MAX_INTERVAL, MAX_INTERVAL_PREDICTED, MAX_INTERVAL_NEW = 16, 2, 64
+"""Tokens between two lookups of a turn that finds nothing, or nothing that holds; of one with a prediction; and of one
+that has never found what held: most of its lookups are for nothing."""
 SEPARATOR = -1
 """Between recent outputs. No token equals it."""
 PREDICTED = 16
@@ -58,6 +59,8 @@ class _Followed:
     began: int = 0
     """The match's length when it was found."""
     interval: int = 1
+    has_matched: bool = False
+    """A match has held."""
     left_at: int = 0
     """Where the output left the prediction."""
     left_len: int = -NEAR
@@ -108,12 +111,13 @@ class NgramDrafter:
         lasted = match.length > followed.began
         if lasted and match.source is followed.prediction:
             followed.left_at, followed.left_len = match.position, len(turn.tokens)
+        followed.has_matched |= lasted
         followed.interval = 1 if lasted else self._longer(followed)
         turn.look_at = followed.seen + followed.interval - 1
 
     def _longer(self, followed: _Followed) -> int:
-        limit = MAX_INTERVAL if followed.prediction is None else MAX_INTERVAL_PREDICTED
-        return min(limit, 2 * followed.interval)
+        limit = MAX_INTERVAL if followed.has_matched else MAX_INTERVAL_NEW
+        return min(limit if followed.prediction is None else MAX_INTERVAL_PREDICTED, 2 * followed.interval)
 
     def _look(self, turn: Turn, followed: _Followed) -> None:
         match = self._find(turn, followed)
