@@ -131,12 +131,6 @@ class Ahead {
         }
     }
 
-    // Asks for what is due when `part` of the work is done.
-    void reach(float part) {
-        begin(part, 1);
-        step();
-    }
-
   private:
     // To the row's values, or to the next row's keys.
     void turn() {
