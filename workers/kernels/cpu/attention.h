@@ -49,6 +49,9 @@ template <int M, int V, class Values>
     unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { store(sums_of(m, v), acc[m][v]); }); });
 }
 
+// How many columns of values are computed at a time for so many rows.
+constexpr int columns_at_once(int rows) { return (rows <= PAIRED_ROWS || tile_vectors(rows) == 4 ? 4 : 2) * LANES; }
+
 template <class Values, int M = TILE_ROWS>
 inline void add_weighted(
     int count, float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t dim, Ahead& ahead) {
@@ -56,7 +59,7 @@ inline void add_weighted(
         if (count < M) return add_weighted<Values, M - 1>(count, sums, width, weights, values, dim, ahead);
     }
     int64_t column = 0;
-    if constexpr (M <= PAIRED_ROWS || tile_vectors(M) == 4)
+    if constexpr (columns_at_once(M) == 4 * LANES)
         for (; dim - column > 3 * LANES; column += 4 * LANES)
             add_values<M, 4>(sums, width, weights, values, column, ahead);
     for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, weights, values, column, ahead);
@@ -220,8 +223,8 @@ inline void attend_tile(
                 for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
                     store(sum, load(sum) * kept);
             }
-            const int64_t at_once = num <= PAIRED_ROWS ? 4 * LANES : 2 * LANES;
-            ahead.begin(1.0f, (a.v_dim + at_once - 1) / at_once * (dots ? KEYS / 2 : KEYS));
+            const int64_t passes = (a.v_dim + columns_at_once(num) - 1) / columns_at_once(num);
+            ahead.begin(1.0f, passes * (dots ? KEYS / 2 : KEYS));
             if (wide) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim, ahead);
             } else if (!dots) {
