@@ -231,7 +231,7 @@ class FixedDrafts:
         self.output, self._num_right, self._num_wrong, self.num_accepted = output, num_right, num_wrong, 0
         speculation = played.leader.drafts.speculation
         assert speculation is not None
-        speculation.candidates = lambda: list(played.scheduler.running.values())  # type: ignore[method-assign]
+        speculation.candidates = lambda num_rows: list(played.scheduler.running.values())  # type: ignore[method-assign]
         speculation.propose = self._propose  # type: ignore[method-assign]
 
     def _propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:

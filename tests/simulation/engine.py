@@ -37,7 +37,7 @@ class Guesses(Speculation):
         super().__init__(max_draft)
         self._running = leader.scheduler.running
 
-    def candidates(self) -> list[Turn]:
+    def candidates(self, num_rows: int) -> list[Turn]:
         return list(self._running.values())
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:

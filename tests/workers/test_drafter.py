@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from workers.scheduling import SamplingParams, Speculation, Turn
 from workers.scheduling.drafter import MAX_RECENT, NgramDrafter
-from workers.scheduling.ngram import NEAR, SIZES, NgramIndex, Source
+from workers.scheduling.ngram import NEAR, SIZES, NgramIndex, Source, key_of
 from workers.scheduling.speculation import StepCosts
 
-TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=120)
+TOKENS = st.lists(st.integers(0, 3), min_size=SIZES[-1], max_size=120)
 
 
 def turn_of(tokens: list[int], prompt_len: int, turn_id: str = "t", **more: object) -> Turn:
@@ -34,9 +34,10 @@ def last_occurrence(tokens: list[int], n: int) -> int:
 
 def collide(source: Source, tokens: list[int]) -> bool:
     """Whether other n-grams have the place of those at the end: of two in one place, the last is known."""
-    whole = array("i", tokens)
+    mask = len(source.index) // 2 - 1
+    keys = [key_of(array("i", tokens[:end])) if end >= SIZES[-1] else (0, 0) for end in range(len(tokens) + 1)]
     return any(
-        source.index._slots(whole, i)[kind] == source.index._slots(whole, len(whole))[kind]
+        keys[i][kind] & mask == keys[-1][kind] & mask
         for kind, n in enumerate(SIZES)
         for i in range(n, len(tokens))
         if tokens[i - n : i] != tokens[-n:]
@@ -46,7 +47,7 @@ def collide(source: Source, tokens: list[int]) -> bool:
 def test_of_two_grams_in_one_place_the_last_is_known() -> None:
     tokens = [3, 2, 3, 2, 0, 2, 3, 2, 3]
     source = Source(array("i", tokens))
-    assert collide(source, tokens) and source.find(source.tokens, repeats=True) is None
+    assert collide(source, tokens) and source.find(source.tokens, key_of(source.tokens), repeats=True) is None
 
 
 @settings(deadline=None)
@@ -55,7 +56,7 @@ def test_the_last_occurrence_of_the_longest_match_is_found(tokens: list[int], en
     source = Source(array("i", tokens))
     for end in sorted(ends):  # in any pieces, by any of the ways
         source.index.extend(source.tokens, min(end, len(tokens) - 1))
-    match = source.find(source.tokens, repeats=True)
+    match = source.find(source.tokens, key_of(source.tokens), repeats=True)
     long, short = (last_occurrence(tokens, n) if len(tokens) >= n else 0 for n in SIZES)
     assert (match.position if match is not None else 0) == (long or short) or collide(source, tokens)
     if match is not None:
@@ -149,7 +150,7 @@ def test_drafts_are_as_long_as_they_pay() -> None:
             speculation.receive(turn, None, 0)
             if turn in speculation._drafter.matches:
                 for _ in range(5):
-                    speculation._rates[turn].observe(20, rng.random() < held)
+                    speculation._rates[turn].observe(20, right := rng.random() < held, not right)
             turn.tokens.append(pattern[i])
         draft = speculation.propose(turn, 16, num_rows)
         return len(draft.tokens) if draft is not None else 0
@@ -243,3 +244,25 @@ def test_a_turn_that_has_matched_is_looked_up_every_sixteen_tokens_at_least() ->
     lookups(drafter, turn, [1, 2, 3, 4, 5, 50])
     unmatched = lookups(drafter, turn, list(range(100, 400)))
     assert max(b - a for a, b in pairwise(unmatched)) == 16
+
+
+def test_a_turn_whose_match_has_paid_is_looked_up_again_at_once() -> None:
+    for pays, following in ((True, [2, 6]), (False, [1, 5])):  # after the lookup at the loss itself, or without
+        drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 11)
+        drafter.begin(turn)
+        drafter.receive(turn)
+        drafter.matches[turn].has_paid = pays
+        assert lookups(drafter, turn, [4, 5, 50]) == [1, 2, 3], "while there is a match, each token is looked at"
+        assert lookups(drafter, turn, list(range(100, 108))) == following
+
+
+def test_of_tokens_that_come_together_those_are_counted_that_held() -> None:
+    drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 11)
+    drafter.begin(turn)
+    assert drafter.receive(turn) == (0, 0, False)
+    turn.tokens.extend([4, 5])
+    assert drafter.receive(turn) == (3, 2, False)
+    turn.tokens.extend([6, 50, 8])
+    assert drafter.receive(turn) == (5, 1, True)
+    turn.tokens.append(9)
+    assert drafter.receive(turn) == (0, 0, False)

@@ -110,7 +110,7 @@ def test_a_lookup_that_has_all_that_is_forced_continues_it(right: bool) -> None:
     speculation = engine.leader.drafts.speculation
     assert speculation is not None
     speculation.propose = propose  # type: ignore[method-assign]
-    speculation.candidates = lambda: list(engine.scheduler.running.values())  # type: ignore[method-assign]
+    speculation.candidates = lambda num_rows: list(engine.scheduler.running.values())  # type: ignore[method-assign]
     assert said(engine)[0] == output
     assert (counts(engine)[0] == 0) == right
     assert (counts(engine, "ngram")[1] > 20) == right

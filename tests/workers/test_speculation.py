@@ -28,7 +28,7 @@ class Guesses:
         speculation = engine.leader.drafts.speculation
         assert speculation is not None
         speculation.propose = self.propose  # type: ignore[method-assign]
-        speculation.candidates = lambda: list(engine.scheduler.running.values())  # type: ignore[method-assign]
+        speculation.candidates = lambda num_rows: list(engine.scheduler.running.values())  # type: ignore[method-assign]
         speculation.pays = self.pays  # type: ignore[method-assign]
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:

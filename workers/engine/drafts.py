@@ -19,7 +19,7 @@ from workers.scheduling.speculation import GRAMMAR
 NGRAM = "NGRAM"
 DRAFTERS = {NGRAM: "ngram", STANDALONE: "model", EAGLE3: "head", MTP: "head"}
 """What computes an algorithm's drafts, as counters call it."""
-PLAIN_STEPS = 4
+PLAIN_STEPS = 8
 """One of so many steps without drafts is measured."""
 
 
@@ -51,11 +51,11 @@ class TurnDrafts:
         else:
             self.speculation.begin(turn)
 
-    def candidates(self) -> list[Turn]:
+    def candidates(self, num_rows: int) -> list[Turn]:
         """See ``scheduling.Drafts``."""
         if self.speculation is None:
             return []
-        found, forced = self.speculation.candidates(), self._grammars.forced
+        found, forced = self.speculation.candidates(num_rows), self._grammars.forced
         # Each once, in an order that does not depend on chance.
         return list(dict.fromkeys([*found, *forced])) if forced else found
 

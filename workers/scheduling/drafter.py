@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.scheduling.ngram import NEAR, Match, NgramIndex, Source
+from workers.scheduling.ngram import NEAR, SIZES, Match, NgramIndex, Source, key_of
 from workers.scheduling.turn import Turn
 
 MAX_INDEXED = 2**24
@@ -90,29 +89,31 @@ class NgramDrafter:
             self.matches[turn] = Match(prediction, 0, PREDICTED)
             followed.began, followed.seen = PREDICTED, turn.prompt_len
 
-    def receive(self, turn: Turn) -> Sequence[tuple[int, bool]]:
-        """The turn has new tokens. Returns, for each while there was a match, its length and whether it held."""
-        followed, match, held = self._turns[turn], self.matches.get(turn), []
+    def receive(self, turn: Turn) -> tuple[int, int, bool]:
+        """The turn has new tokens. Returns its match's length before, how many of them held, and whether one did not.
+
+        0, 0 and False if there was no match.
+        """
+        followed, match = self._turns[turn], self.matches.get(turn)
+        length = held = 0
+        lost = False
         if match is not None:
             new, followed.seen = turn.tokens[followed.seen :], len(turn.tokens)
-            for token in new:
-                held.append((match.length, match.advance(token)))
-                if not held[-1][1]:
-                    self._lost(turn, followed, match)
-                    match = None
-                    break
-        if match is None and len(turn.tokens) >= turn.look_at:
+            length, held = match.length, match.follow(new)
+            if lost := held < len(new):
+                self._lost(turn, followed, match)
+        if (match is None or lost) and len(turn.tokens) >= turn.look_at:
             self._look(turn, followed)
-        return held
+        return length, held, lost
 
     def _lost(self, turn: Turn, followed: _Followed, match: Match) -> None:
-        """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
+        """A turn's match did not hold. If it never did, or no draft of it paid, the next lookup is worth less."""
         del self.matches[turn]
         lasted = match.length > followed.began
         if lasted and match.source is followed.prediction:
             followed.left_at, followed.left_len = match.position, len(turn.tokens)
         followed.has_matched |= lasted
-        followed.interval = 1 if lasted else self._longer(followed)
+        followed.interval = 1 if lasted and match.has_paid else self._longer(followed)
         turn.look_at = followed.seen + followed.interval - 1
 
     def _longer(self, followed: _Followed) -> int:
@@ -154,15 +155,18 @@ class NgramDrafter:
             del self._recent[tenant]
 
     def _find(self, turn: Turn, followed: _Followed) -> Match | None:
-        found = [followed.history.find(turn.tokens, repeats=True)]
-        if followed.prediction is not None:
-            found.append(followed.prediction.find(turn.tokens))
-        if turn.tenant in self._recent:
-            found.append(self._recent[turn.tenant].source.find(turn.tokens))
-        best = max((match for match in found if match is not None), key=lambda match: match.length, default=None)
-        if best is None and followed.prediction is not None and len(turn.tokens) < followed.left_len + NEAR:
+        tokens, prediction, recent = turn.tokens, followed.prediction, self._recent.get(turn.tenant)
+        if len(tokens) < SIZES[-1]:
+            return None
+        key = key_of(tokens)
+        best = followed.history.find(tokens, key, repeats=True)
+        for source in (prediction, recent.source if recent is not None else None):
+            match = source.find(tokens, key) if source is not None else None
+            if match is not None and (best is None or match.length > best.length):
+                best = match
+        if best is None and prediction is not None and len(tokens) < followed.left_len + NEAR:
             # An edit has changed a few tokens: the prediction continues after them.
-            best = followed.prediction.find_near(turn.tokens[-1], followed.left_at)
+            best = prediction.find_near(tokens[-1], followed.left_at)
         return best
 
     def _bound_indexes(self) -> None:

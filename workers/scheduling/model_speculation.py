@@ -83,8 +83,8 @@ class ModelSpeculation:
         drafting = self._turns[turn] = _Drafting(self._computed.pop(turn.session_id, None), hits)
         drafting.pays = self._num_paying(drafting, 1) > 0
 
-    def candidates(self) -> list[Turn]:
-        """The turns for which there may be a draft."""
+    def candidates(self, num_rows: int) -> list[Turn]:
+        """The turns for which there may be a draft, however many rows the step has."""
         probes = self._since_draft >= self._probe_interval
         return [turn for turn, drafting in self._turns.items() if drafting.pays or probes]
 
@@ -208,9 +208,9 @@ class HeadSpeculation(ModelSpeculation):
         self._turns[turn].finds_out = self._num_turns % PROBE_TURNS == 0
         self._num_turns += 1
 
-    def candidates(self) -> list[Turn]:
+    def candidates(self, num_rows: int) -> list[Turn]:
         """See ``ModelSpeculation``. Before a turn's second token there is no state."""
-        return [turn for turn in super().candidates() if len(turn.tokens) > 1 and not turn.is_given_up]
+        return [turn for turn in super().candidates(num_rows) if len(turn.tokens) > 1 and not turn.is_given_up]
 
     def pays(self, num_rows: int) -> bool:
         """See ``ModelSpeculation``. Or a turn has a piece of tokens for which states are kept."""

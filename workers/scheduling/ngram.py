@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,23 @@ _FACTORS = (0x2545F4914F7, 0x36DD6C24F1B, 0x1F8A3C5D2E9, 0x3A1B7E6C40D, 0x2C9F15
 _FOLD = 27
 _BULK = 32
 """From this many positions on, numpy is faster than a loop."""
+
+
+Key: TypeAlias = tuple[int, int]
+"""Hashes of the last six tokens of a sequence, and of the last three."""
+
+
+def key_of(tokens: array[int]) -> Key:
+    """The key of a sequence of at least three tokens. With less than six, the first hash finds nothing that matches."""
+    a, b, c, d, e, f = _FACTORS
+    if len(tokens) < SIZES[0]:
+        z, y, x = tokens[-3:]
+        short = long = x * a + y * b + z * c
+    else:
+        u, v, w, z, y, x = tokens[-6:]
+        short = x * a + y * b + z * c
+        long = short + w * d + v * e + u * f
+    return long ^ long >> _FOLD, short ^ short >> _FOLD
 
 
 class NgramIndex:
@@ -59,35 +77,21 @@ class NgramIndex:
         """The sequence was cut, and may continue otherwise."""
         self.num_indexed = max(SIZES[-1] - 1, min(self.num_indexed, length - 1))
 
-    def find(self, tokens: array[int]) -> tuple[int, int]:
-        """The last known positions after the six and the three tokens that ``tokens`` ends with; 0: none."""
-        if len(tokens) < SIZES[-1]:
-            return 0, 0
-        at_long, at_short = self._slots(tokens, len(tokens))
-        return self._long[at_long] if len(tokens) >= SIZES[0] else 0, self._short[at_short]
+    def find(self, key: Key) -> tuple[int, int]:
+        """The last known positions after the six and the three tokens that a key is of; 0: none."""
+        mask = len(self._long) - 1
+        return self._long[key[0] & mask], self._short[key[1] & mask]
 
     def _resize(self, size: int) -> None:
         self._long, self._short = array("i", bytes(4 * size)), array("i", bytes(4 * size))
 
-    def _slots(self, tokens: array[int], end: int) -> tuple[int, int]:
-        a, b, c, d, e, f = _FACTORS
-        mask = len(self._long) - 1
-        if end < SIZES[0]:
-            z, y, x = tokens[end - 3 : end]
-            short = long = x * a + y * b + z * c
-        else:
-            u, v, w, z, y, x = tokens[end - 6 : end]
-            short = x * a + y * b + z * c
-            long = short + w * d + v * e + u * f
-        return (long ^ long >> _FOLD) & mask, (short ^ short >> _FOLD) & mask
-
     def _extend_one_by_one(self, tokens: array[int], first: int, end: int) -> None:
         for position in range(first, min(end + 1, SIZES[0])):
-            self._short[self._slots(tokens, position)[1]] = position
+            self._short[key_of(tokens[:position])[1] & len(self._short) - 1] = position
         first = max(first, SIZES[0])
         if first > end:
             return
-        # As ``_slots``, but each token is read once: most tokens of an output are indexed here.
+        # As ``key_of``, but each token is read once: most tokens of an output are indexed here.
         a, b, c, d, e, f = _FACTORS
         long, short, mask = self._long, self._short, len(self._long) - 1
         v, w, z, y, x = tokens[first - SIZES[0] : first - 1]
@@ -126,10 +130,11 @@ class Source:
         self.tokens = tokens
         self.index = index or NgramIndex()
 
-    def find(self, tokens: array[int], *, repeats: bool = False) -> Match | None:
+    def find(self, tokens: array[int], key: Key, *, repeats: bool = False) -> Match | None:
         """The longest recent match of the last of ``tokens``. ``repeats``: they are the source's own end."""
-        self.index.extend(self.tokens, len(self.tokens) - 1)
-        for position in self.index.find(tokens):
+        if self.index.num_indexed < len(self.tokens) - 1:
+            self.index.extend(self.tokens, len(self.tokens) - 1)
+        for position in self.index.find(key):
             if 0 < position < len(self.tokens):
                 length = match_len(self.tokens, position, tokens)
                 if length >= SIZES[-1]:
@@ -151,15 +156,17 @@ class Match:
     length: int
     repeats: bool = False
     """The source is the turn's own sequence: past its end it continues as the repetition that the match is."""
+    has_paid: bool = False
+    """A draft was copied from here."""
 
-    def advance(self, token: int) -> bool:
-        """The turn's next token. Returns whether the source continues with it."""
-        tokens = self.source.tokens
-        if self.position >= len(tokens) or tokens[self.position] != token:
-            return False
-        self.position += 1
-        self.length += 1
-        return True
+    def follow(self, tokens: array[int]) -> int:
+        """The turn's next tokens. Returns how many of them the source continues with."""
+        count, rest = len(tokens), self.source.tokens[self.position : self.position + len(tokens)]
+        if rest != tokens:
+            count = next((i for i, (a, b) in enumerate(zip(rest, tokens, strict=False)) if a != b), len(rest))
+        self.position += count
+        self.length += count
+        return count
 
     def draft(self, count: int) -> array[int]:
         """The next ``count`` tokens, or fewer at the source's end."""

@@ -31,8 +31,8 @@ from workers.scheduling.turn import Turn
 class Drafts(Protocol):
     """What proposes the tokens that may follow a turn's last one."""
 
-    def candidates(self) -> list[Turn]:
-        """The turns to ask for, in an order that does not depend on chance."""
+    def candidates(self, num_rows: int) -> list[Turn]:
+        """The turns to ask for in a step of ``num_rows``, in an order that does not depend on chance."""
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """At least one token, at most ``limit``, in a step of ``num_rows`` turns."""
@@ -256,10 +256,11 @@ class Scheduler:
 
         A guess evicts nothing, retracts nothing, and delays no prefill.
         """
-        candidates = drafts.candidates()
+        num_rows = len(work)
+        candidates = drafts.candidates(num_rows)
         if not candidates:
             return False
-        budget, num_rows = self.limits.step_tokens - sum(w.count for w in work.values()), len(work)
+        budget = self.limits.step_tokens - sum(w.count for w in work.values())
         has_drafts = False
         for turn in candidates:
             w = work.get(turn.turn_id)

@@ -9,6 +9,7 @@ what is said and how busy the worker is, so drafts come and go by themselves.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._n = self._t = self._variance = self._covariance = 0.0
+        self._slope = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step without prefills took this long, from the results before it to its own."""
@@ -85,16 +87,17 @@ class StepCosts:
         self._t += STEP_WEIGHT * dt
         self._variance = (1 - STEP_WEIGHT) * (self._variance + STEP_WEIGHT * dn * dn)
         self._covariance = (1 - STEP_WEIGHT) * (self._covariance + STEP_WEIGHT * dn * dt)
+        prior, weight = self._t / (self._n + 1 / PRIOR_SHARE - 1), (PRIOR_SPREAD * self._n) ** 2
+        slope = (self._covariance + weight * prior) / (self._variance + weight)
+        self._slope = min(max(0.0, slope), self._t / self._n)
 
     def slope(self) -> float:
         """Seconds of one token more: at least nothing, at most a token's share of all."""
-        prior, weight = self._t / (self._n + 1 / PRIOR_SHARE - 1), (PRIOR_SPREAD * self._n) ** 2
-        slope = (self._covariance + weight * prior) / (self._variance + weight)
-        return min(max(0.0, slope), self._t / self._n)
+        return self._slope
 
     def cost(self, num_tokens: int) -> float:
         """Seconds of a step."""
-        return self._t + self.slope() * (num_tokens - self._n)
+        return self._t + self._slope * (num_tokens - self._n)
 
     def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
         """The chance from which on a token more of each row pays in a step of ``num_rows``.
@@ -103,7 +106,7 @@ class StepCosts:
         """
         if not self._n:
             return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
-        return (self.slope() * num_rows + draft_s) / self.cost(num_rows)
+        return (self._slope * num_rows + draft_s) / self.cost(num_rows)
 
 
 class _Rates:
@@ -115,16 +118,23 @@ class _Rates:
         self._decay = decay
 
     def of(self, length: int) -> float:
-        i = _kind(length)
+        i = bisect_right(MATCH_LENS, length)
         return self._hits[i] / self._trials[i]
 
     def all(self) -> list[float]:
         return [hits / trials for hits, trials in zip(self._hits, self._trials, strict=True)]
 
-    def observe(self, length: int, held: bool) -> None:
-        i = _kind(length)
-        self._hits[i] = self._decay * self._hits[i] + held
-        self._trials[i] = self._decay * self._trials[i] + 1.0
+    def observe(self, length: int, held: int, lost: bool) -> None:
+        """A match of this length held for ``held`` tokens, and did not for the next: ``lost``."""
+        hits, trials, decay = self._hits, self._trials, self._decay
+        for each in range(length, length + held):
+            i = bisect_right(MATCH_LENS, each)
+            hits[i] = decay * hits[i] + 1.0
+            trials[i] = decay * trials[i] + 1.0
+        if lost:
+            i = bisect_right(MATCH_LENS, length + held)
+            hits[i] *= decay
+            trials[i] = decay * trials[i] + 1.0
 
 
 class Speculation:
@@ -143,9 +153,13 @@ class Speculation:
         self._drafter.begin(turn)
         self._rates[turn] = _Rates(self._all_rates.all(), TOKEN_DECAY)
 
-    def candidates(self) -> list[Turn]:
-        """The turns for which there may be a draft."""
-        return list(self._drafter.matches)
+    def candidates(self, num_rows: int) -> list[Turn]:
+        """The turns for which a draft pays in a step of ``num_rows`` turns."""
+        matches = self._drafter.matches
+        if not matches:
+            return []
+        rates, least = self._rates, self._least(num_rows)
+        return [turn for turn, match in matches.items() if rates[turn].of(match.length) >= least]
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """What may follow a turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
@@ -155,6 +169,7 @@ class Speculation:
         count = min(limit, self._num_paying(turn, match, num_rows))
         if not count:
             return None
+        match.has_paid = True
         tokens = match.draft(count)
         if SEPARATOR in tokens:
             del tokens[tokens.index(SEPARATOR) :]
@@ -162,7 +177,7 @@ class Speculation:
 
     def certainty_pays(self, num_rows: int) -> bool:
         """Whether a draft pays whose tokens are all right."""
-        return MARGIN * self.costs.break_even(num_rows) <= 1.0
+        return self._least(num_rows) <= 1.0
 
     def pays(self, num_rows: int) -> bool:
         """Whether a draft would pay for some turn whose next token is in flight: it must be known first."""
@@ -171,9 +186,10 @@ class Speculation:
 
     def receive(self, turn: Turn, draft: Draft | None, num_accepted: int) -> None:
         """A turn has its tokens of a step, of whose draft the first ``num_accepted`` are among them."""
-        for length, held in self._drafter.receive(turn):
-            self._rates[turn].observe(length, held)
-            self._all_rates.observe(length, held)
+        length, held, lost = self._drafter.receive(turn)
+        if length:
+            self._rates[turn].observe(length, held, lost)
+            self._all_rates.observe(length, held, lost)
         if draft is not None:
             count_drafts(turn, draft, num_accepted)
 
@@ -186,8 +202,12 @@ class Speculation:
         """The session is released."""
         self._drafter.release(session_id)
 
+    def _least(self, num_rows: int) -> float:
+        """The chance that a drafted token must have."""
+        return MARGIN * self.costs.break_even(num_rows)
+
     def _num_paying(self, turn: Turn, match: Match, num_rows: int) -> int:
-        rates, least = self._rates[turn], MARGIN * self.costs.break_even(num_rows)
+        rates, least = self._rates[turn], self._least(num_rows)
         chance, count = 1.0, 0
         while count < self.max_draft:
             chance *= rates.of(match.length + count)
@@ -195,10 +215,3 @@ class Speculation:
                 break
             count += 1
         return count
-
-
-def _kind(length: int) -> int:
-    for i, limit in enumerate(MATCH_LENS):
-        if length < limit:
-            return i
-    return len(MATCH_LENS)
