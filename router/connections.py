@@ -6,9 +6,9 @@ import asyncio
 from functools import partial
 from typing import Any
 
-import h11
+import httptools
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MIN_BYTES_PER_S = 16_384
 """A request has longer than ``client_timeout_s`` for its bytes at this speed."""
@@ -19,8 +19,8 @@ SEND_BUFFER_BYTES = 256 * 1024
 """What the system may hold of a connection's answers that its client does not read; by default it takes megabytes."""
 
 
-class Connection(H11Protocol):
-    """uvicorn's, with a deadline for each request to arrive, and for what was sent to be read.
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with a limit for headers, and a deadline for each request to arrive, and for answers to be read.
 
     uvicorn closes connections that are idle between two requests, and waits without end for the rest of a request
     ("slowloris") and for a client that reads nothing, whose turn then never ends.
@@ -32,6 +32,11 @@ class Connection(H11Protocol):
         self._arriving: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._began, self._num_received = 0.0, 0
+        self._is_partial, self._in_headers = False, True
+        """The last request has begun to arrive and has not ended; and where its headers have not."""
+        self._num_held = 0
+        """Bytes that the parser may hold: those since a request's last piece."""
+        self._skips_headers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -41,9 +46,63 @@ class Connection(H11Protocol):
             self._wait_for_request()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
         self._num_received += len(data)
+        self._num_held += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+            if self._num_held > MAX_HEADER_BYTES:
+                raise httptools.HttpParserError("the headers are too long")
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         self._watch_request()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # Java's HttpClient asks for HTTP/2 by default. A server may ignore that (RFC 9110, 7.8); the parser ends
+            # the request there, without its body.
+            self._await_body()
+            self._parse(data[upgrade.args[0] :])
+
+    def _await_body(self) -> None:
+        """Have the rest of what arrives parsed as it would be if the last request had not asked for an upgrade."""
+        framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.cycle.more_body = self._is_partial = True
+        self._skips_headers = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % each for each in framing))
+
+    def on_message_begin(self) -> None:
+        if not self._skips_headers:
+            super().on_message_begin()
+            self._is_partial = self._in_headers = True
+
+    def on_url(self, url: bytes) -> None:
+        if not self._skips_headers:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._skips_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._skips_headers:
+            self._skips_headers = False
+            return
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise ValueError("the request's headers are too long")  # the parser makes it a 400
+        self._in_headers, self._num_held = False, 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_held = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_partial, self._num_held = False, 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -66,9 +125,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch_request(self) -> None:
-        """Have a timer exactly while a request has begun to arrive and has not ended."""
-        begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
-        if not begun and self.conn.their_state is not h11.SEND_BODY:
+        """Have a timer exactly while a request has begun to arrive and has not ended.
+
+        Not for one that came before the last was answered: it waits for this server.
+        """
+        is_next = not self.pipeline and (not self._in_headers or self.cycle is None or self.cycle.response_complete)
+        if not (self._is_partial and is_next):
             _cancel(self._arriving)
             self._arriving = None
         elif self._arriving is None:
@@ -88,16 +150,15 @@ class Connection(H11Protocol):
             self._wait_for_request()
         elif self.loop.time() < deadline:
             self._arriving = self.loop.call_at(deadline, self._look)
-        elif self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        elif self._in_headers or not self.cycle.response_started:
             self._answer(408, b"the request did not arrive in time")
         else:
             self.transport.abort()
 
     def _answer(self, status: int, text: bytes) -> None:
         """In place of the application, and the last of this connection."""
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=text), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        headers = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + headers % len(text) + text)
         self.transport.close()
 
 
@@ -113,7 +174,6 @@ def http_settings(app: Any, client_timeout_s: float, max_connections: int, drain
         app,
         http=connection,
         ws="none",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=round(drain_timeout_s),

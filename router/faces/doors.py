@@ -79,7 +79,7 @@ def rule_of(path: str) -> str | None:
     return next((rule for pattern, rule in _PATTERNS if pattern.match(path)), None)
 
 
-def refuse_unlisted(request: Request) -> None:
+async def refuse_unlisted(request: Request) -> None:
     """An endpoint without a rule is nobody's. Raises Forbidden."""
     if IDENTITY not in request.scope:
         raise Forbidden(f"{request.url.path}: nobody may call this")

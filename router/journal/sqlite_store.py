@@ -192,14 +192,20 @@ class SqliteStore:
         return row
 
     def append(self, session_id: str, epoch: int, turn_id: str, start: int, ids: list[int]) -> None:
-        self._fenced_turn(session_id, epoch, turn_id)
+        # The check and the write are one statement: each token of each turn comes here.
         new = array("i", ids).tobytes()
-        known = self._db.execute(
+        added = self._db.execute(
+            "INSERT INTO turn_tokens SELECT session_id, ?, ? FROM sessions "
+            "WHERE session_id = ? AND epoch = ? AND turn_id = ? AND NOT released ON CONFLICT DO NOTHING",
+            (start, new, session_id, epoch, turn_id),
+        )
+        if added.rowcount:
+            return
+        self._fenced_turn(session_id, epoch, turn_id)
+        (known,) = self._db.execute(
             "SELECT ids FROM turn_tokens WHERE session_id = ? AND start = ?", (session_id, start)
         ).fetchone()
-        if known is None:
-            self._db.execute("INSERT INTO turn_tokens VALUES (?, ?, ?)", (session_id, start, new))
-        elif known[0] != new:
+        if known != new:
             raise StaleEpoch(f"position {start} of session {session_id} has other tokens")
 
     def complete_turn(self, session_id: str, epoch: int, turn_id: str, finish: str) -> None:

@@ -148,12 +148,12 @@ class Relay:
 
     async def _journal_update(self, turn: LiveTurn, update: worker_pb2.TurnUpdate) -> TurnChunk:
         """Journal an update; only then may its tokens be shown (law L10). Raises SessionReleased."""
-        index = turn.num_output
-        if turn.session is not None and update.tokens:
+        index, tokens = turn.num_output, list(update.tokens)
+        if turn.session is not None and tokens:
             await self._journal.append(
-                turn.session.session_id, turn.epoch, turn.request.turn_id, len(turn.tokens), list(update.tokens)
+                turn.session.session_id, turn.epoch, turn.request.turn_id, len(turn.tokens), tokens
             )
-        turn.tokens.extend(update.tokens)
+        turn.tokens.extend(tokens)
         turn.num_scored += len(update.input_logprobs)
         if update.HasField("cached_len"):
             self._count_recomputed(turn, update.cached_len)
@@ -168,7 +168,7 @@ class Relay:
             prompt_len=turn.prompt_len,
             cached_len=turn.cached_len or 0,
             index=index,
-            tokens=list(update.tokens),
+            tokens=tokens,
             logprobs=list(update.logprobs),
             input_logprobs=list(update.input_logprobs),
             finish_reason=update.finish_reason,
