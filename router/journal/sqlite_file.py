@@ -35,6 +35,17 @@ CREATE TABLE IF NOT EXISTS sessions (
     router TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_sessions ON sessions (tenant) WHERE NOT released;
+-- How many of them each tenant has: to count them took a journal's thread 5 ms at 100,000.
+CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, num_open INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS session_opened AFTER INSERT ON sessions BEGIN
+    INSERT INTO tenants VALUES (new.tenant, 1) ON CONFLICT DO UPDATE SET num_open = num_open + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS session_released AFTER UPDATE OF released ON sessions
+WHEN new.released AND NOT old.released BEGIN
+    UPDATE tenants SET num_open = num_open - 1 WHERE tenant = new.tenant;
+END;
+DELETE FROM tenants;
+INSERT INTO tenants SELECT tenant, count(*) FROM sessions WHERE NOT released GROUP BY tenant;
 CREATE INDEX IF NOT EXISTS tombstones ON sessions (released) WHERE released;
 -- Leases; expiry in seconds of this machine's clock.
 CREATE TABLE IF NOT EXISTS routers (router TEXT PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;

@@ -101,11 +101,9 @@ class SqliteStore:
         return record
 
     def _refuse_too_many(self, tenant: str) -> None:
-        (count,) = self._db.execute(
-            "SELECT count(*) FROM sessions WHERE tenant = ? AND NOT released", (tenant,)
-        ).fetchone()
-        if count >= self._max_sessions(tenant):
-            raise TooManySessions(f"{count} of your sessions are open, which is the limit; release some")
+        row = self._db.execute("SELECT num_open FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+        if row is not None and row[0] >= self._max_sessions(tenant):
+            raise TooManySessions(f"{row[0]} of your sessions are open, which is the limit; release some")
 
     def _own(self, session_id: str, tenant: str) -> tuple[SessionRecord, str]:
         """Make the session this router's. Also returns the open turn, if the previous router left one."""

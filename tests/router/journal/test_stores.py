@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,39 @@ async def test_bad_write_fails_alone(sqlite_journal: SqliteJournal) -> None:
     assert isinstance(results[0], JournalUnavailable) and results[1] is None and results[2].session_id == "other"
     await sqlite_journal.complete_turn("s", 0, "t", "stop")
     assert (await sqlite_journal.load("s", "me")).tokens == ids(1, 2)
+
+
+async def test_the_number_of_open_sessions_is_kept_through_all_that_opens_and_releases_them(tmp_path: Path) -> None:
+    path, rng = tmp_path / "j.db", random.Random(7)
+    tenants = [f"tenant-{i}" for i in range(3)]
+
+    def counts() -> tuple[dict[str, int], dict[str, int]]:
+        with closing(sqlite3.connect(path)) as db:
+            kept = dict(db.execute("SELECT tenant, num_open FROM tenants WHERE num_open"))
+            return kept, dict(db.execute("SELECT tenant, count(*) FROM sessions WHERE NOT released GROUP BY tenant"))
+
+    for _ in range(3):  # routers, one after another
+        journal = SqliteJournal(path, "process", lease_s=0.2, tombstone_retention_s=0.1)
+        await journal.start()
+        for _ in range(60):
+            tenant = rng.choice(tenants)
+            session = f"{tenant}/{rng.randrange(8)}"
+            if rng.random() < 0.5:
+                await asyncio.gather(journal.take(session, tenant, create=True), return_exceptions=True)
+            elif rng.random() < 0.3:
+                child = f"{tenant}/{rng.randrange(8)}"
+                await asyncio.gather(journal.fork(session, tenant, child, None), return_exceptions=True)
+            else:
+                await asyncio.gather(journal.release(session, tenant), return_exceptions=True)
+            await asyncio.sleep(0.005)  # tombstones go too, and their names can be taken again
+        kept, counted = counts()
+        assert kept == counted and sum(kept.values()) > 3
+        await journal.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("DROP TABLE tenants")  # as in a file that an older router made
+    await SqliteJournal(path, "process").close()
+    kept, counted = counts()
+    assert kept == counted
 
 
 async def test_failing_disk_is_a_clear_error_and_service_returns(sqlite_journal: SqliteJournal) -> None:
