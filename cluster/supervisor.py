@@ -20,6 +20,10 @@ from router.fleet.link import WorkerAddress
 log = logging.getLogger("holdfast.cluster")
 RESTART_PAUSE_S = 1.0
 """Pause after a failed start, so that a component that cannot start does not spin."""
+SETTLE_S = 1.0
+"""From a worker's end to the start of its next incarnation, which takes many times as long. What starts keeps cores
+busy, and the turns that are failing over need them first: clients wait for those.
+"""
 ANNOUNCE_RETRY_S = 0.2
 READY_POLL_S = 0.02
 
@@ -263,6 +267,8 @@ class Supervisor:
             log.warning("%s: %s; starting its next incarnation", worker.name, reason)
             worker.address = None
             self._workers_changed()
+            await worker.end()
+            await asyncio.sleep(SETTLE_S)
         await self._start_worker(worker)
 
     async def _start_worker(self, worker: WorkerComponent) -> None:

@@ -56,9 +56,17 @@ class Harness:
         self.grpc_targets.append(f"{HOST}:{grpc_port}")
 
     async def start_worker(
-        self, worker_id: str, incarnation: int, engine: EngineConfig, tp: int = 1, *, node: str = "here"
+        self,
+        worker_id: str,
+        incarnation: int,
+        engine: EngineConfig,
+        tp: int = 1,
+        *,
+        node: str = "here",
+        lifeline: str = "",
     ) -> None:
-        server, followers, address = await start_group(worker_id, incarnation, engine, tp, node=node)
+        identity = (worker_id, incarnation, engine, tp)
+        server, followers, address = await start_group(*identity, node=node, lifeline=lifeline)
         self.workers[worker_id], self.followers[worker_id] = server, followers
         self.addresses[worker_id] = WorkerAddress(worker_id, incarnation, address, engine.max_running_requests)
         await self.announce()
@@ -128,10 +136,11 @@ async def start_group(
     on_lost: Callable[[str], None] = print,
     *,
     node: str = "here",
+    lifeline: str = "",
 ) -> tuple[WorkerServer, list[RankServer], str]:
     """A worker of ``tp`` ranks: the leader, its followers, its address."""
     store = dist.HashStore() if tp > 1 else None
-    ranks = [RankIdentity(worker_id, incarnation, Shard(rank, tp), HOST, node) for rank in range(tp)]
+    ranks = [RankIdentity(worker_id, incarnation, Shard(rank, tp), HOST, node, lifeline) for rank in range(tp)]
     started = await asyncio.gather(*(start_rank(rank, engine, store, on_lost) for rank in ranks))
     leader, address = started[0]
     followers = [server for server, _ in started[1:] if isinstance(server, RankServer)]

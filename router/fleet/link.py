@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from holdfast import tls
 from holdfast.errors import IncompatibleVersion, NoWorkerAvailable
+from holdfast.lifeline import one_ended
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc, sent_error
@@ -221,6 +222,8 @@ class WorkerLink:
                 if isinstance(sent_error(error), IncompatibleVersion) and reason != self._refused:
                     self._refused = reason  # once, though it is tried again and again
                     log.error("worker %s cannot be used: %s", self.name, error.details())
+            except NoWorkerAvailable as error:
+                reason = error.message
             except TimeoutError:
                 reason = f"silent for {self._lease_s} s"
             except Exception as error:
@@ -242,17 +245,27 @@ class WorkerLink:
         writer = asyncio.create_task(_write(call, outbox))
         reader = asyncio.create_task(self._read(call))
         silence = asyncio.create_task(silent_for(self._lease_s, lambda: self._num_heard))
+        death = asyncio.create_task(self._death())
         try:
-            await asyncio.wait((reader, silence), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, silence, death), return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                death.result()
+                raise NoWorkerAvailable("a process of it has ended")
             if not reader.done():
                 raise TimeoutError
             reader.result()
         finally:
-            tasks = (writer, reader, silence)
+            tasks = (writer, reader, silence, death)
             for task in tasks:
                 task.cancel()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _death(self) -> None:
+        """Returns when a process of the worker has ended."""
+        await self.ready.wait()
+        assert self.welcome is not None
+        await one_ended(self.welcome.lifelines)
 
     async def _read(self, call: Any) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:

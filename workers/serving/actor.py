@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from holdfast import tls
+from holdfast.lifeline import open_lifeline
 from holdfast.processes import NodeProcess
 from holdfast.tls import Identity
 from workers.config import EngineConfig
@@ -97,7 +98,8 @@ class RankActor:
 
         if store is not None and self._store is None:
             self._store = join_store(*store, self._size, self._config.collective_timeout_s)
-        identity = RankIdentity(*self._identity, Shard(self._rank, self._size), self._host, _node_name())
+        shard, lifeline = Shard(self._rank, self._size), open_lifeline(self._host)
+        identity = RankIdentity(*self._identity, shard, self._host, _node_name(), lifeline)
         with progress_told_to(self._note):
             self._server, address = await start_rank(identity, self._config, self._store, self._die)
         # What was loaded stays: looking for garbage among torch's 400,000 objects took 100 ms, in the middle of a step.

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -31,6 +32,8 @@ class RankIdentity:
     host: str
     """The address on which this rank's servers listen."""
     node: str = ""
+    lifeline: str = ""
+    """See ``holdfast.lifeline``; empty: none."""
 
 
 def open_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
@@ -62,13 +65,17 @@ async def start_rank(
         assert store is not None and group is not None, "a follower belongs to a group"
         follower = RankServer(*identity, group, rank.node, on_lost)
         address = await follower.start(rank.host)
+        await asyncio.to_thread(store.set, f"lifeline/{shard.rank}", rank.lifeline)
         await asyncio.to_thread(store.set, f"address/{shard.rank}", address)
         return follower, address
     leader = WorkerServer(*identity, on_lost, node=rank.node, group=group)
 
-    def addresses() -> dict[int, str]:
+    def of_followers(what: str) -> dict[int, str]:
         # Waits until each follower has loaded its shard.
         followers = range(1, shard.size)
-        return {i: store.get(f"address/{i}").decode() for i in followers} if store is not None else {}
+        return {i: store.get(f"{what}/{i}").decode() for i in followers} if store is not None else {}
 
-    return leader, await leader.start(rank.host, addresses)
+    def lifelines() -> list[str]:
+        return [each for each in (rank.lifeline, *of_followers("lifeline").values()) if each]
+
+    return leader, await leader.start(rank.host, partial(of_followers, "address"), lifelines)

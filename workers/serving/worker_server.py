@@ -83,17 +83,20 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         """The leader's, after ``start``."""
         return self._leader.rank
 
-    async def start(self, host: str, followers: Callable[[], dict[int, str]] = dict) -> str:
+    async def start(
+        self, host: str, followers: Callable[[], dict[int, str]] = dict, lifelines: Callable[[], list[str]] = list
+    ) -> str:
         """Load the model and serve on a free port of ``host``; returns the address.
 
-        ``followers`` returns the other ranks' addresses; it may block until they are ready.
+        ``followers`` returns the other ranks' addresses, and ``lifelines`` those of the lifelines that there are;
+        they may block until the ranks are ready.
         """
         self._leader = await asyncio.to_thread(self._load)
         if self._config.kv_store is not None:
             self._copies = PageCopies(self._leader, self._config)
             self._loads = TurnLoads(self._leader, self._links, self._copies)
         self._importer = Importer(self._leader, self._links, self._copies)
-        addresses = await asyncio.to_thread(followers)
+        addresses, self._lifelines = await asyncio.to_thread(followers), await asyncio.to_thread(lifelines)
         timeout_s = self._config.collective_timeout_s
         await self._links.connect(addresses, self._leader.log, self._leader.cache.digest(), timeout_s)
         server = tls.server()
@@ -331,6 +334,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             context_len=self._leader.scheduler.max_len,
             page_size=rank.cache.page_size,
             vocab_size=rank.model_config.vocab_size,
+            lifelines=self._lifelines,
         )
 
     def _stats(self) -> worker_pb2.WorkerStats:

@@ -78,18 +78,20 @@ class WorkerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepUpdates, _Mapping]] = ..., beat: _Optional[_Union[WorkerStats, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "context_len", "page_size", "vocab_size")
+    __slots__ = ("worker_id", "incarnation", "context_len", "page_size", "vocab_size", "lifelines")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LIFELINES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     context_len: int
     page_size: int
     vocab_size: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    lifelines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., lifelines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepUpdates(_message.Message):
     __slots__ = ("updates",)
