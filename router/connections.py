@@ -58,13 +58,16 @@ class Connection(HttpToolsProtocol):
         self._watch_request()
 
     def _parse(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            # Java's HttpClient asks for HTTP/2 by default. A server may ignore that (RFC 9110, 7.8); the parser ends
-            # the request there, without its body.
-            self._await_body()
-            self._parse(data[upgrade.args[0] :])
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # Java's HttpClient asks for HTTP/2 by default. A server may ignore that (RFC 9110, 7.8); the parser
+                # ends the request there, without its body.
+                self._await_body()
+                rest = rest[upgrade.args[0] :]
 
     def _await_body(self) -> None:
         """Have the rest of what arrives parsed as it would be if the last request had not asked for an upgrade."""

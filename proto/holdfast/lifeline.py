@@ -40,7 +40,7 @@ def _hold(host: str, port: list[int], opened: threading.Event) -> None:
     gc.disable()  # a file that was closed by a collection in this thread would stay open in the others
     try:
         libc = ctypes.CDLL(None)
-        if libc.unshare(CLONE_FILES) != 0:
+        if not hasattr(libc, "unshare") or libc.unshare(CLONE_FILES) != 0:
             return
         for file in map(int, os.listdir("/proc/thread-self/fd")):
             os.closerange(file, file + 1)

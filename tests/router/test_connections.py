@@ -65,12 +65,13 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
         ([POST + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY, PLAIN, HEALTH], 3),
         ([POST + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(BODY), BODY, HEALTH], 2),
         ([b"GET /health HTTP/1.1\r\nHost: h\r\n" + UPGRADE + b"\r\n", PLAIN, HEALTH], 3),
+        ([(b"GET /health HTTP/1.1\r\nHost: h\r\n" + UPGRADE + b"\r\n") * 1100 + HEALTH], 1101),
         ([POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY), BODY, HEALTH], 2),
         ([b"GET /health HTTP/1.0\r\n\r\n"], 1),
     ],
     ids=[
         "one by one", "at once", "in pieces", "chunked", "trailers", "upgrade", "upgrade, then the body",
-        "upgrade without a body", "100-continue", "HTTP/1.0",
+        "upgrade without a body", "many upgrades", "100-continue", "HTTP/1.0",
     ],
 )  # fmt: skip
 async def test_requests_of_one_connection_are_answered(cluster: Harness, pieces: list[bytes], num_answers: int) -> None:
