@@ -246,16 +246,6 @@ def test_a_turn_that_has_matched_is_looked_up_every_sixteen_tokens_at_least() ->
     assert max(b - a for a, b in pairwise(unmatched)) == 16
 
 
-def test_a_turn_whose_match_has_paid_is_looked_up_again_at_once() -> None:
-    for pays, following in ((True, [2, 6]), (False, [1, 5])):  # after the lookup at the loss itself, or without
-        drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 11)
-        drafter.begin(turn)
-        drafter.receive(turn)
-        drafter.matches[turn].has_paid = pays
-        assert lookups(drafter, turn, [4, 5, 50]) == [1, 2, 3], "while there is a match, each token is looked at"
-        assert lookups(drafter, turn, list(range(100, 108))) == following
-
-
 def test_of_tokens_that_come_together_those_are_counted_that_held() -> None:
     drafter, turn = NgramDrafter(), turn_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], 11)
     drafter.begin(turn)

@@ -107,13 +107,13 @@ class NgramDrafter:
         return length, held, lost
 
     def _lost(self, turn: Turn, followed: _Followed, match: Match) -> None:
-        """A turn's match did not hold. If it never did, or no draft of it paid, the next lookup is worth less."""
+        """A turn's match did not hold. If it never did, it was chance, and the next lookup is worth less."""
         del self.matches[turn]
         lasted = match.length > followed.began
         if lasted and match.source is followed.prediction:
             followed.left_at, followed.left_len = match.position, len(turn.tokens)
         followed.has_matched |= lasted
-        followed.interval = 1 if lasted and match.has_paid else self._longer(followed)
+        followed.interval = 1 if lasted else self._longer(followed)
         turn.look_at = followed.seen + followed.interval - 1
 
     def _longer(self, followed: _Followed) -> int:

@@ -156,8 +156,6 @@ class Match:
     length: int
     repeats: bool = False
     """The source is the turn's own sequence: past its end it continues as the repetition that the match is."""
-    has_paid: bool = False
-    """A draft was copied from here."""
 
     def follow(self, tokens: array[int]) -> int:
         """The turn's next tokens. Returns how many of them the source continues with."""

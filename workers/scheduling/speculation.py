@@ -169,7 +169,6 @@ class Speculation:
         count = min(limit, self._num_paying(turn, match, num_rows))
         if not count:
             return None
-        match.has_paid = True
         tokens = match.draft(count)
         if SEPARATOR in tokens:
             del tokens[tokens.index(SEPARATOR) :]
