@@ -220,7 +220,7 @@ def run(generation):
         signal.signal(signal.SIGTERM, stop)  # else it ends where it is
     if generation.predecessor is None:
         generation.ask_for_next()
-    print(name, flush=True)
+    os.write(1, (name + "\\n").encode())  # in one piece, as both write to one pipe
     time.sleep(60)
 
 sys.exit(run_guarded(run, 1.0))
