@@ -3,7 +3,7 @@
 Of a process that is killed the kernel first frees the memory and then closes the files, connections among them. With
 gigabytes of KV and weights that takes tens of milliseconds, with a GPU's pinned memory more, and its peers wait. A
 thread with a table of files of its own (unshare(2), CLONE_FILES) has them closed when that thread ends. The memory is
-freed by the thread that ends last, so one of the two is closed before: the lifeline, or the process's other connections.
+freed by the thread that ends last, so one of the two is closed before: the lifeline, or all other connections.
 """
 
 from __future__ import annotations

@@ -167,9 +167,9 @@ def test_the_costs_of_steps_are_a_line_that_delays_do_not_bend() -> None:
         n = rng.choice([4, 4, 4, 5, 9, 68])
         delay = 40 if i % 50 == 0 else 1
         costs.observe(n, (0.004 + 0.0005 * n) * delay)
-        assert 0 <= costs.slope() <= costs.cost(n) / n + 1e-9, "no token takes more than its share"
+        assert 0 <= costs.slope <= costs.cost(n) / n + 1e-9, "no token takes more than its share"
         if i > 60:
-            assert 0.0003 < costs.slope() < 0.0008, i
+            assert 0.0003 < costs.slope < 0.0008, i
     assert 0 < costs.break_even(1) < costs.break_even(16) < 1
 
 

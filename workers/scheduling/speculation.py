@@ -75,7 +75,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._n = self._t = self._variance = self._covariance = 0.0
-        self._slope = 0.0
+        self.slope = 0.0
+        """Seconds of one token more: at least nothing, at most a token's share of all."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step without prefills took this long, from the results before it to its own."""
@@ -89,15 +90,11 @@ class StepCosts:
         self._covariance = (1 - STEP_WEIGHT) * (self._covariance + STEP_WEIGHT * dn * dt)
         prior, weight = self._t / (self._n + 1 / PRIOR_SHARE - 1), (PRIOR_SPREAD * self._n) ** 2
         slope = (self._covariance + weight * prior) / (self._variance + weight)
-        self._slope = min(max(0.0, slope), self._t / self._n)
-
-    def slope(self) -> float:
-        """Seconds of one token more: at least nothing, at most a token's share of all."""
-        return self._slope
+        self.slope = min(max(0.0, slope), self._t / self._n)
 
     def cost(self, num_tokens: int) -> float:
         """Seconds of a step."""
-        return self._t + self._slope * (num_tokens - self._n)
+        return self._t + self.slope * (num_tokens - self._n)
 
     def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
         """The chance from which on a token more of each row pays in a step of ``num_rows``.
@@ -106,7 +103,7 @@ class StepCosts:
         """
         if not self._n:
             return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
-        return (self._slope * num_rows + draft_s) / self.cost(num_rows)
+        return (self.slope * num_rows + draft_s) / self.cost(num_rows)
 
 
 class _Rates:
