@@ -30,14 +30,14 @@ struct Attention {
 };
 
 // Adds to M rows of `sums`, `width` apart, V vectors from `column` on of the product of `weights [M][STEPS]` and
-// values.
+// values. The weights of those that there are not are 0, which adds nothing.
 template <int M, int V, class Values>
 [[gnu::noinline]] void add_values(
     float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column, Ahead& ahead) {
     Floats acc[M][V];
     auto sums_of = [&](int m, int v) { return sums + m * width + column + v * LANES; };
     unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
-    for (int k = 0; k < Values::STEPS; k++) {
+    for (int k = values.first(); k < values.end(); k++) {
         ahead.step();
         decltype(values.at(0, 0)) columns[V];
         unrolled<V>([&](auto v) INLINED { columns[v] = values.at(k, column + v * LANES); });
@@ -195,20 +195,23 @@ inline void attend_tile(
             a.v.data ? lines(a.v_dim * v.size()) : 0};
         pack_keys(keys, ahead, key_words, key_words * PANEL, space.keys);
 #if defined(__AVX512BF16__)
-        InPairs pairs(space.values, v_width);
-        if (dots && tiles > 1) pairs.pack(values, ahead, a.v_dim);
+        InPairs pairs(values, space.values, v_width);
+        if (dots && tiles > 1) pairs.pack(ahead, a.v_dim);
 #endif
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int num = rows_of(tile);
             float* sums = space.sums + tile * TILE_ROWS * v_width;
             memset(space.scores, 0, sizeof(float) * TILE_ROWS * KEYS);
-            ahead.begin(SCORED, KEY_PANELS / (num <= PAIRED_ROWS ? 2 : 1));
-            for (int panel = 0; panel < KEY_PANELS; panel += num <= PAIRED_ROWS ? 2 : 1) {
+            // What lies in a panel beside keys that were packed has scores that are not used.
+            const int first_panel = keys.first / PANEL, panels = (keys.end + PANEL - 1) / PANEL - first_panel;
+            const int at_once = num <= PAIRED_ROWS && panels == 2 ? 2 : 1;
+            ahead.begin(SCORED, panels / at_once);
+            for (int panel = first_panel; panel < first_panel + panels; panel += at_once) {
                 ahead.step();
                 add_product(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
-                    num <= PAIRED_ROWS ? 4 * key_words * PANEL : 0);
+                    at_once == 2 ? 4 * key_words * PANEL : 0);
             }
             ahead.begin(SOFTENED, num);
             for (int i = 0; i < num; i++) {
@@ -224,7 +227,7 @@ inline void attend_tile(
                     store(sum, load(sum) * kept);
             }
             const int64_t passes = (a.v_dim + columns_at_once(num) - 1) / columns_at_once(num);
-            ahead.begin(1.0f, passes * (dots ? KEYS / 2 : KEYS));
+            ahead.begin(1.0f, passes * (keys.end - keys.first) / (dots ? 2 : 1));
             if (wide) {
                 add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim, ahead);
             } else if (!dots) {

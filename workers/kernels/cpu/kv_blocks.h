@@ -59,6 +59,7 @@ inline uint8_t to_fp8(float value) {
 // One block of keys or values, as rows of the KV's precision (fp8 as bf16), padded to whole vectors of words.
 struct KeyRows {
     const char* rows[KEYS];
+    int first, end;  // of those that may be read, and of their neighbours up to whole vectors: the others are not set
 
     static bool lie_in_place(const Pages& pages, int64_t dim) {
         return pages.kind != FLOAT8 && dim * pages.size() % int64_t(sizeof(Floats)) == 0;
@@ -72,8 +73,9 @@ struct KeyRows {
         const bool in_place = lie_in_place(pages, dim);
         const int64_t from = std::max(base, first) - base, to = std::min(base + KEYS, end) - base;
         memset(copies + KEYS * bytes, 0, bytes);
-        for (int64_t j = 0; j < from; j++) rows[j] = copies + KEYS * bytes;
-        for (int64_t j = std::max(from, to); j < KEYS; j++) rows[j] = copies + KEYS * bytes;
+        this->first = int(from / LANES * LANES), this->end = int((to + LANES - 1) / LANES * LANES);
+        for (int64_t j = this->first; j < from; j++) rows[j] = copies + KEYS * bytes;
+        for (int64_t j = to; j < this->end; j++) rows[j] = copies + KEYS * bytes;
         const int32_t* entry = table.entries + row * table.stride + (base + from) / table.page_size;
         for (int64_t j = from, offset = (base + from) % table.page_size; j < to; entry++, offset = 0) {
             const char* at = pages.at(*entry, head, offset, dim);
@@ -151,8 +153,8 @@ class Ahead {
 
 // Keys as panels of their words: `[words][PANEL]`, one panel after another, `panel_words` apart.
 inline void pack_keys(const KeyRows& keys, Ahead& ahead, int64_t words, int64_t panel_words, uint32_t* to) {
-    ahead.begin(KEYS_PACKED, KEYS / LANES * (words / LANES));
-    for (int j = 0; j < KEYS; j += LANES) {
+    ahead.begin(KEYS_PACKED, (keys.end - keys.first) / LANES * (words / LANES));
+    for (int j = keys.first; j < keys.end; j += LANES) {
         uint32_t* panel = to + j / PANEL * panel_words + j % PANEL;
         for (int64_t word = 0; word < words; word += LANES) {
             ahead.step();
@@ -168,6 +170,8 @@ struct InPlace {
     static constexpr int STEPS = KEYS;
     const KeyRows& values;
 
+    int first() const { return values.first; }
+    int end() const { return values.end; }
     Floats at(int k, int64_t column) const { return load(reinterpret_cast<const T*>(values.rows[k]) + column); }
     static Floats add(Floats sum, uint32_t weight, Floats value) { return sum + as<float>(weight) * value; }
 };
@@ -184,6 +188,8 @@ struct InRows : Pairs16 {
     const KeyRows& values;
 
     explicit InRows(const KeyRows& rows) : values(rows) {}
+    int first() const { return values.first / 2; }
+    int end() const { return values.end / 2; }
     __m512bh at(int k, int64_t column) const {
         typedef uint16_t Places __attribute__((vector_size(64)));
         const Places turns = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -194,14 +200,14 @@ struct InRows : Pairs16 {
 };
 // `[STEPS][width]` words: for many rows.
 struct InPairs : Pairs16 {
+    const InRows rows;
     uint32_t* words;
     int64_t width;
 
-    InPairs(uint32_t* to, int64_t columns) : words(to), width(columns) {}
-    void pack(const KeyRows& values, Ahead& ahead, int64_t dim) {
-        const InRows rows(values);
-        ahead.begin(VALUES_PACKED, STEPS);
-        for (int k = 0; k < STEPS; k++) {
+    InPairs(const KeyRows& values, uint32_t* to, int64_t columns) : rows(values), words(to), width(columns) {}
+    void pack(Ahead& ahead, int64_t dim) {
+        ahead.begin(VALUES_PACKED, end() - first());
+        for (int k = first(); k < end(); k++) {
             ahead.step();
             for (int64_t column = 0; column < dim; column += LANES) {
                 const __m512bh pairs = rows.at(k, column);
@@ -209,6 +215,8 @@ struct InPairs : Pairs16 {
             }
         }
     }
+    int first() const { return rows.first(); }
+    int end() const { return rows.end(); }
     __m512bh at(int k, int64_t column) const { return read<__m512bh>(words + k * width + column); }
 };
 #endif

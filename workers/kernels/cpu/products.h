@@ -218,30 +218,19 @@ inline void add_product(
     add_rows<int8_t>(count, sums, rows, panel, depth, bytes);
 }
 
-// A panel's `[first, first + depth)` of k as fp32; `first` is even.
-inline void widen_panel(const char* panel, int32_t kind, int64_t first, int64_t depth, float* to) {
-    for (int64_t k = 0; k < depth; k++) {
-        for (int v = 0; v < PANEL / LANES; v++, to += LANES) {
-            if (kind == INT8) {
-                store(to, load(reinterpret_cast<const int8_t*>(panel) + (first + k) * PANEL + v * LANES));
-            } else {
-                Words pairs = read<Words>(panel + (first + k) / 2 * 4 * PANEL + 4 * LANES * v);
-                store(to, as<Floats>(k % 2 ? pairs & 0xFFFF0000 : pairs << 16));
-            }
-        }
-    }
+// A panel of int8, from `panel` on, as fp32.
+inline void widen_panel(const int8_t* panel, int64_t depth, float* to) {
+    for (int64_t i = 0; i < depth * PANEL; i += LANES) store(to + i, load(panel + i));
 }
 
 // ---- a whole product -----------------------------------------------------------------------------
 
 // Rows that are computed with the same panel while it is near.
 constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : 24);
-// Of a panel that many rows read, so much is converted at a time.
+// Of a panel of int8 that many rows read, so much is converted at a time. bf16 is converted between a tile's sums: its
+// two instructions cost less than fp32 panels, which a first cache does not hold.
 constexpr int64_t WIDE_DEPTH = LANES == 16 ? 512 : 128;
-// Whether that pays for `tiles`: a tile of AVX2 converts bf16 between its sums.
-inline bool widens(int32_t kind, int64_t tiles) {
-    return (kind == INT8 || (kind == BFLOAT16 && LANES == 16)) && tiles >= 3;
-}
+constexpr int64_t WIDENING_TILES = 3;
 
 // Rows `x`, packed tile by tile, of one product.
 struct PackedRows {
@@ -293,7 +282,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
     memset(sums, 0, sizeof(float) * (end - first) * num * TILE_ROWS * PANEL);
     const char* data = w.data + task * w.panel_bytes();
     auto of = [&](int64_t tile) { return sums + (tile - first) * TILE_ROWS * PANEL; };
-    if (x.dots || !widens(w.kind, end - first)) {
+    if (w.kind != INT8 || end - first < WIDENING_TILES) {
         for (int64_t tile = first; tile < end; tile++)
             add_product(
                 x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots,
@@ -302,7 +291,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
         float* wide = scratch<Wide, float>(WIDE_DEPTH * PANEL);
         for (int64_t k = 0; k < x.depth; k += WIDE_DEPTH) {
             int64_t depth = std::min(WIDE_DEPTH, x.depth - k);
-            widen_panel(data, w.kind, k, depth, wide);
+            widen_panel(reinterpret_cast<const int8_t*>(data) + k * PANEL, depth, wide);
             for (int64_t tile = first; tile < end; tile++) {
                 int count = x.rows_of(tile);
                 const char* at = reinterpret_cast<const char*>(wide);
