@@ -34,7 +34,8 @@ class RayHead:
         self.address = f"{host}:{port}"
         ray = str(Path(sys.executable).with_name("ray"))
         self._command = [ray, "start", "--head", "--block", f"--port={port}", f"--num-cpus={num_cpus}"]
-        self._command += ["--include-dashboard=false", f"--node-ip-address={host}"]
+        self._command += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
+        self._command += [f"--node-ip-address={host}"]
         self._command += [f"--object-store-memory={128 * 1024 * 1024}"]
         if temp_dir is not None:
             self._command.append(f"--temp-dir={temp_dir}")

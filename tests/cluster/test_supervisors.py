@@ -25,6 +25,7 @@ from tests.cluster.served import (
     COMMAND_DEADLINE_S,
     HOLDFAST,
     HTTP,
+    KV,
     OVERLAP,
     START_DEADLINE_S,
     leading_supervisor,
@@ -47,7 +48,7 @@ class Detached:
         self.head, self._journal = head, folder / "j.db"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-path", str(self._journal), OVERLAP)
+        self._flags = ("--port", str(port), "--grpc-port", "0", "--journal-path", str(self._journal), OVERLAP, *KV)
         self._flags += ("--hicache-size", "0.05")
 
     async def run(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
