@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,9 +66,11 @@ class LimitedBody:
             return
         max_bytes = self._limits.get(scope["path"], self._limits[""])
         too_large = RequestTooLarge(f"the request is larger than {max_bytes} bytes")
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > max_bytes:
-            await error_response(too_large)(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        if announced.isdigit():
+            # The server reads no more than that, and each piece of the answer saves a way through here.
+            app = error_response(too_large) if int(announced) > max_bytes else self._app
+            await app(scope, receive, send)
             return
         num_read, refused = 0, False
 
@@ -140,6 +143,16 @@ async def with_first(first: TurnChunk, rest: AsyncGenerator[TurnChunk, None]) ->
 def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
     """A response of server-sent events."""
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+DONE = b"data: [DONE]\n\n"
+"""The end of OpenAI's and SGLang's streams."""
+
+
+def sse_event(body: dict[str, Any], kind: str = "") -> bytes:
+    """One server-sent event. In ASCII: some clients end lines at any of Unicode's line separators."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return b"%sdata: %s\n\n" % (name, to_json(body, ensure_ascii=True))
 
 
 async def collect(stream: AsyncIterator[TurnChunk]) -> tuple[TurnChunk, str]:

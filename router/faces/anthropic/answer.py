@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 
 from holdfast.errors import HoldfastError
 from router.faces.answer_reader import AnswerReader
+from router.faces.http import sse_event
 from router.faces.openai.chat_answer import call_id
 from router.formats.deltas import CallDelta, Delta, Parser
 from router.text import TextCodec
@@ -180,4 +181,4 @@ def _input_of(arguments: str) -> Any:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return f"event: {body['type']}\ndata: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return sse_event(body, body["type"])

@@ -14,14 +14,13 @@ from starlette.responses import Response
 from holdfast.errors import HoldfastError, InvalidRequest, SessionNotFound, UnsupportedParameter
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.http import error_response, event_stream, until_disconnect
+from router.faces.http import DONE, error_response, event_stream, sse_event, until_disconnect
 from router.faces.openai.generation import (
     AnswerFormat,
     Choice,
     GenerationBody,
     check_model,
     completion_details,
-    sse_event,
     usage_of,
 )
 from router.faces.several import MAX_TURNS, collect_all, first_of, side_by_side
@@ -186,7 +185,7 @@ async def _events(
         if include_usage:
             last, counts = [seen[i] for i in sorted(seen)], [num_tokens[i] for i in sorted(seen)]
             yield sse_event(head | {"choices": [], "usage": _usage(last, counts, choices, n)})
-        yield b"data: [DONE]\n\n"
+        yield DONE
     except HoldfastError as error:
         yield b"data: " + bytes(error_response(error).body) + b"\n\n"
     finally:

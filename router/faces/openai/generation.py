@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Protocol
@@ -16,7 +15,15 @@ from holdfast.v1 import session_pb2
 from router.core import RouterCore
 from router.faces.fields import BACKGROUND_TIER, Count, Int32, Int64, Name, ServiceTier
 from router.faces.grammars import GrammarFields
-from router.faces.http import collect, error_response, event_stream, first_chunk, until_disconnect
+from router.faces.http import (
+    DONE,
+    collect,
+    error_response,
+    event_stream,
+    first_chunk,
+    sse_event,
+    until_disconnect,
+)
 from router.faces.sampling import SamplingFields
 from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
@@ -177,20 +184,16 @@ async def _events(
             body = head | {"choices": [choice.delta(chunk, first=chunk is first)]}
             if options.include_usage:
                 body["usage"] = usage_of(chunk, num_tokens) if options.continuous_usage_stats else None
-            yield f"id: {request.turn_id}:{num_tokens}\n".encode() + sse_event(body)
+            event = f"id: {request.turn_id}:{num_tokens}\n".encode() + sse_event(body)
             if chunk.finish_reason:
                 break
+            yield event
             chunk = await anext(stream)
         if options.include_usage:
             usage = usage_of(chunk, num_tokens, choice.reasoning_tokens)
-            yield sse_event(head | {"choices": [], "usage": usage})
-        yield b"data: [DONE]\n\n"
+            event += sse_event(head | {"choices": [], "usage": usage})
+        yield event + DONE
     except HoldfastError as error:
         yield b"data: " + bytes(error_response(error).body) + b"\n\n"
     finally:
         await stream.aclose()
-
-
-def sse_event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

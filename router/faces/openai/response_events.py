@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from holdfast.errors import HoldfastError
 from router.core import RouterCore
+from router.faces.http import sse_event
 from router.faces.openai.response_output import ResponseOutput
 from router.faces.openai.response_turns import ResponseTurns
 from router.faces.openai.stored_response import StoredResponse
@@ -58,8 +58,8 @@ async def response_events(
         number += 1
         if number <= after:
             return b""
-        data = json.dumps({"type": f"response.{kind}", "sequence_number": number} | body, separators=(",", ":"))
-        return f"event: response.{kind}\ndata: {data}\n\n".encode()
+        kind = f"response.{kind}"
+        return sse_event({"type": kind, "sequence_number": number} | body, kind)
 
     try:
         yield event("created", {"response": begun})
@@ -75,7 +75,6 @@ async def response_events(
         yield event(response.status, {"response": response_json(response)})
     except HoldfastError as error:
         body = {"code": error.code, "message": error.message, "param": error.param}
-        data = json.dumps({"type": "error", "sequence_number": number + 1} | body)
-        yield f"event: error\ndata: {data}\n\n".encode()
+        yield sse_event({"type": "error", "sequence_number": number + 1} | body, "error")
     finally:
         await chunks.aclose()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.v1 import session_pb2
+from router.faces.http import DONE, sse_event
 from router.faces.sglang.bodies import GenerateBody
 from router.text import TextCodec
 from router.turns.turn import TurnChunk, TurnRequest
@@ -105,15 +105,16 @@ async def answer_events(
     try:
         while True:
             answer.add(chunk, chunk.text)
-            yield b"data: " + json.dumps(answer.body()).encode() + b"\n\n"
+            event = sse_event(answer.body())
             if chunk.finish_reason:
                 break
+            yield event
             chunk = await anext(stream)
     except HoldfastError as error:
-        yield b"data: " + json.dumps({"error": {"message": error.message, "code": error.code}}).encode() + b"\n\n"
+        event = _error_event(error)
     finally:
         await stream.aclose()
-    yield b"data: [DONE]\n\n"
+    yield event + DONE
 
 
 async def batch_events(
@@ -125,10 +126,14 @@ async def batch_events(
         while item is not None:
             index, chunk = item
             answers[index].add(chunk, chunk.text)
-            yield b"data: " + json.dumps(answers[index].body() | {"index": index}).encode() + b"\n\n"
+            yield sse_event(answers[index].body() | {"index": index})
             item = await anext(chunks, None)
     except HoldfastError as error:
-        yield b"data: " + json.dumps({"error": {"message": error.message, "code": error.code}}).encode() + b"\n\n"
+        yield _error_event(error)
     finally:
         await chunks.aclose()
-    yield b"data: [DONE]\n\n"
+    yield DONE
+
+
+def _error_event(error: HoldfastError) -> bytes:
+    return sse_event({"error": {"message": error.message, "code": error.code}})
