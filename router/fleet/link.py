@@ -18,6 +18,7 @@ from holdfast.lifeline import one_ended
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc, sent_error
+from router.fleet.inbox import TurnInbox
 from router.fleet.placement import WorkerView
 
 log = logging.getLogger("holdfast.router")
@@ -47,10 +48,6 @@ class Home:
 
     nodes: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
-
-
-class TurnInbox(asyncio.Queue["worker_pb2.TurnUpdate | None"]):
-    """Updates of one turn. None: the worker was lost."""
 
 
 class WorkerLink:
@@ -95,7 +92,7 @@ class WorkerLink:
             self._inboxes[submit.turn_id] = inbox
             self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
         else:
-            inbox.put_nowait(None)  # the worker was lost after it was chosen
+            inbox.put(None)  # the worker was lost after it was chosen
         return inbox
 
     def abort(self, turn_id: str) -> None:
@@ -108,7 +105,7 @@ class WorkerLink:
         inbox = self._inboxes.get(turn_id)
         self.abort(turn_id)
         if inbox is not None:
-            inbox.put_nowait(None)
+            inbox.put(None)
 
     # ---- control plane: each call returns within ``timeout_s`` or raises a HoldfastError ----------
 
@@ -281,7 +278,7 @@ class WorkerLink:
                     continue
                 if update.finish_reason or update.error_code or update.needs_history:
                     del self._inboxes[update.turn_id]
-                inbox.put_nowait(update)
+                inbox.put(update)
         elif kind == "beat":
             self.stats = message.beat
         elif kind == "welcome" and message.welcome.incarnation == self.address.incarnation:
@@ -299,7 +296,7 @@ class WorkerLink:
         self.ready.clear()
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
-            inbox.put_nowait(None)
+            inbox.put(None)
 
 
 async def _write(call: Any, outbox: asyncio.Queue[worker_pb2.RouterMessage]) -> None:

@@ -12,7 +12,8 @@ from holdfast.v1 import worker_pb2
 from router.access.keys import Keyring
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.link import Home, TurnInbox, WorkerLink
+from router.fleet.inbox import TurnInbox
+from router.fleet.link import Home, WorkerLink
 from router.fleet.migration import Migrator
 from router.fleet.placement import Placement
 from router.fleet.sweeper import Sweeper

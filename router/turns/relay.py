@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 
@@ -11,7 +10,7 @@ from holdfast.v1 import worker_pb2
 from holdfast.wire import error_from_code
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.link import TurnInbox
+from router.fleet.inbox import TurnInbox
 from router.journal.interface import Journal
 from router.metrics import Metrics
 from router.text import OutputText, TextCodec
@@ -120,8 +119,7 @@ class Relay:
         while True:
             left_s = started + self._config.turn_deadline_s - time.monotonic()
             try:
-                async with asyncio.timeout(min(self._config.token_timeout_s, max(0.0, left_s))):
-                    return await inbox.get()
+                return await inbox.get(min(self._config.token_timeout_s, left_s))
             except TimeoutError:
                 if left_s <= self._config.token_timeout_s:
                     raise DeadlineExceeded(f"the turn was not done within {self._config.turn_deadline_s} s") from None

@@ -12,7 +12,8 @@ from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc, worker_pb2
 from router.fleet import sweeper
-from router.fleet.link import TurnInbox, WorkerLink
+from router.fleet.inbox import TurnInbox
+from router.fleet.link import WorkerLink
 from tests.harness import Harness, running
 from tests.waiting import until
 
@@ -52,7 +53,7 @@ async def test_a_turn_that_arrives_after_its_session_left_leaves_nothing(tmp_pat
         await say(stub, "s")
         (there,) = [name for name in ("w0", "w1") if "s" in held(cluster, name)]
         (other,) = {"w0", "w1"} - {there}
-        update = await late(links[f"{other}@1"], "s", 0).get()
+        update = await late(links[f"{other}@1"], "s", 0).get(30.0)
         assert update is not None and "s" in held(cluster, other), "this worker has never heard of the session"
         await until(lambda: "s" not in held(cluster, other), 5, "what the late turn left to be freed")
         assert "s" in held(cluster, there), "where it lives, it stays"
@@ -67,7 +68,7 @@ async def test_a_turn_that_arrives_after_a_sweep_freed_its_session_is_refused(tm
         # Its worker is not told: as if it could not be reached.
         await core.journal.release("s", "")
         await until(lambda: "s" not in held(cluster, "w0"), 5, "the sweep")
-        update = await late(core.fleet._links["w0@1"], "s", epoch).get()
+        update = await late(core.fleet._links["w0@1"], "s", epoch).get(30.0)
         assert update is not None and update.error_code == StaleEpoch.code, update
         assert "s" not in held(cluster, "w0")
         await cluster.assert_no_leak()
