@@ -112,7 +112,7 @@ inline int64_t lines(int64_t bytes) { return (bytes + 63) / 64; }
 // on this one, because what is asked for faster than memory answers is dropped.
 class Ahead {
   public:
-    // `keys`, `values`: the next block's rows; null: none.
+    // `keys`, `values`: the next block's rows, of which the first is set; null: none.
     Ahead(const KeyRows* keys, const KeyRows* values, int64_t key_lines, int64_t value_lines)
         : keys_(keys), values_(values), key_lines_(key_lines), value_lines_(value_lines) {
         if (keys) at_ = keys->rows[0], left_ = key_lines;
@@ -120,7 +120,7 @@ class Ahead {
 
     // The work up to `part` of it takes so many steps from here.
     void begin(float part, int64_t steps) {
-        const float end = keys_ ? part * float(KEYS * (key_lines_ + value_lines_)) : 0;
+        const float end = keys_ ? part * float(keys_->end * (key_lines_ + value_lines_)) : 0;
         each_ = (end - due_) / float(steps);
     }
 
@@ -137,7 +137,7 @@ class Ahead {
     // To the row's values, or to the next row's keys.
     void turn() {
         const bool of_key = in_keys_ && value_lines_;
-        if (!of_key && ++row_ == KEYS) return;
+        if (!of_key && ++row_ == keys_->end) return;
         in_keys_ = !of_key;
         at_ = (of_key ? values_ : keys_)->rows[row_] - 64;
         left_ = of_key ? value_lines_ : key_lines_;
