@@ -33,7 +33,7 @@ JOURNAL = "j.db"
 OVERLAP = "--no-disable-overlap-schedule"
 """Off by default on a CPU, and the loop that a GPU has."""
 KV = ("--max-total-tokens", "16384")
-"""A rank takes 0.4 s to get the memory of the default, four times as much, which no test fills."""
+"""A rank takes 0.4 s to get the memory of the default, four times as much."""
 HTTP = httpx.Client(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
 """For requests without a client of their own: each client loads certificates for 30 ms, and waits ask often."""
 
