@@ -37,19 +37,39 @@ class StoreClient:
         self._stub: Any = None
         self._lock = asyncio.Lock()
         self._lost = asyncio.Event()
+        self._unpinning = set[asyncio.Task[None]]()
         self._task = asyncio.get_running_loop().create_task(self._stay_connected())
 
     async def stop(self) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, *self._unpinning, return_exceptions=True)
 
     async def ask(self, **request: Any) -> Any:
-        """Send a request (a field of ``StoreRequest``), and return the answer's field. Raises StoreUnavailable."""
+        """Send a request (a field of ``StoreRequest``), and return the answer's field. Raises StoreUnavailable.
+
+        A caller that is cancelled costs the others nothing: its answer is awaited, and what it pins is unpinned.
+        """
+        asking = asyncio.create_task(self._ask(store_pb2.StoreRequest(**request)))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            unpinning = asyncio.create_task(self._unpin(asking))
+            self._unpinning.add(unpinning)
+            unpinning.add_done_callback(self._unpinning.discard)
+            raise
+
+    async def _ask(self, request: store_pb2.StoreRequest) -> Any:
         async with self._lock:
             call = self._call
             if call is None:
                 raise StoreUnavailable("the node's KV store is not there")
-            return await self._exchange(call, store_pb2.StoreRequest(**request))
+            return await self._exchange(call, request)
+
+    async def _unpin(self, asking: asyncio.Task[Any]) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            answer = await asking
+            if isinstance(answer, store_pb2.Pinned):
+                await self._ask(store_pb2.StoreRequest(unpin=store_pb2.UnpinCopies(pin=answer.pin)))
 
     async def find(self, wanted: store_pb2.WantedCopies) -> list[bytes]:
         """A Tier for each key, by group. Raises StoreUnavailable."""
@@ -82,8 +102,9 @@ class StoreClient:
             self._lose(call)
             raise StoreUnavailable(f"the node's KV store does not answer: {error!r}") from None
         except asyncio.CancelledError:
-            self._lose(call)  # its answer would be taken for the next one's
-            raise
+            if not call.cancelled():
+                raise
+            raise StoreUnavailable("the node's KV store was lost meanwhile") from None
         if answer is grpc.aio.EOF:
             self._lose(call)
             raise StoreUnavailable("the node's KV store closed the stream")
