@@ -213,29 +213,39 @@ async def _take_over(before: Inheritance) -> tuple[Charge, SupervisorState]:
 async def _start_or_attach(config: Config) -> tuple[Charge, SupervisorState]:
     """Returns when the cluster serves. Raises HoldfastError; a cluster that was started here has ended then."""
     from cluster.ray_backend.cluster import Charge
-    from cluster.ray_backend.processes import answer_of, find_actor
-    from cluster.ray_backend.supervisor_actor import SLOTS, no_leader, start_supervisor, stop_cluster, wait_until_ready
+    from cluster.ray_backend.supervisor_actor import SLOTS, start_supervisor, stop_cluster, wait_until_ready
 
-    supervisors = [actor for actor in map(find_actor, SLOTS) if actor is not None]
-    starts = not supervisors
-    if starts:
-        charge = Charge.new(config)
-        await start_supervisor(charge, SLOTS[0], charge.node)
-    else:
-        answers = await asyncio.gather(*(answer_of(supervisor.charge.remote()) for supervisor in supervisors))
-        charges = [answer for answer in answers if answer is not None]
-        if not charges:
-            raise no_leader()
-        charge = charges[0]
-        _check_same(config, charge.config)
+    running = await _running()
+    if running is not None:
+        _check_same(config, running.config)
         print("holdfast: the cluster runs already; attached to it", file=sys.stderr)
+    charge = running or Charge.new(config)
+    if running is None:
+        await start_supervisor(charge, SLOTS[0], charge.node)
     try:
         async with showing_progress():
             return charge, await wait_until_ready()
     except HoldfastError:
-        if starts:
+        if running is None:
             await stop_cluster()
         raise
+
+
+async def _running() -> Charge | None:
+    """What the supervisors that there are lead with; None: there are none. Raises HoldfastError if none says it."""
+    from cluster.ray_backend.processes import answer_of, find_actor
+    from cluster.ray_backend.supervisor_actor import LEADER_WAIT_S, POLL_S, SLOTS, no_leader
+
+    deadline = asyncio.get_running_loop().time() + LEADER_WAIT_S
+    while supervisors := [actor for actor in map(find_actor, SLOTS) if actor is not None]:
+        answers = await asyncio.gather(*(answer_of(supervisor.charge.remote()) for supervisor in supervisors))
+        known: list[Charge] = [charge for charge in answers if charge is not None]
+        if known:
+            return known[0]
+        if asyncio.get_running_loop().time() > deadline:
+            raise no_leader()
+        await asyncio.sleep(POLL_S)  # one that was never told of its cluster ends soon
+    return None
 
 
 def _check_same(given: Config, running: Config) -> None:

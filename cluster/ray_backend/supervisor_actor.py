@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ KNOWN_S = 10.0
 LEADER_WAIT_S = 20.0
 """How long no supervisor may lead: some leases, and the start of an actor."""
 STOP_ALLOWANCE_S = 60.0
+CHARGE_WAIT_S = 10.0
+"""A supervisor that is not told of its cluster for this long ends itself: whoever started it died meanwhile."""
 EXIT_S = 1.0
 """Until a supervisor that has stopped its cluster ends itself: its answer is sent by then."""
 
@@ -78,13 +81,19 @@ class WorkersNow:
 
 @ray.remote
 class SupervisorActor:
-    """One of a cluster's supervisors."""
+    """One of a cluster's supervisors. It ends itself if ``serve`` is not called: no other could have its name."""
+
+    def __init__(self) -> None:
+        self._orphaned = threading.Timer(CHARGE_WAIT_S, os._exit, (1,))
+        self._orphaned.daemon = True
+        self._orphaned.start()
 
     async def serve(self, charge: Charge, slot: str, partner: NodeProcess | None) -> None:
         """Stand for the lease from now on. ``slot``: this actor's name; ``partner``: the supervisor that leads.
 
         Raises ConfigError, JournalUnavailable.
         """
+        self._orphaned.cancel()
         self._charge, self._slot, self._partner = charge, slot, partner
         self._leases = _open_leases(charge)
         process = await self.process()

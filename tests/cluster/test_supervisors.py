@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,21 @@ from workers.config import BUNDLED_MODEL
 TAKE_OVER_S = 60.0
 GONE_S = 30.0
 LATE_S = SUPERVISOR_LEASE_S
+START_UNTOLD = """
+import asyncio, sys
+from cluster.cli.supervised import joined
+from cluster.config import Config
+
+async def start():
+    async with joined(Config(address=sys.argv[1])):
+        from cluster.ray_backend.processes import actor_options
+        from cluster.ray_backend.supervisor_actor import SLOTS, SupervisorActor
+        options = actor_options(SLOTS[0], detached=True)
+        await SupervisorActor.options(num_cpus=0, **options).remote().process.remote()
+
+asyncio.run(start())
+"""
+"""As a supervisor does that dies as soon as it has started another."""
 
 
 class Detached:
@@ -236,11 +252,26 @@ async def test_a_leader_that_dies_while_it_starts_the_cluster_is_replaced(cluste
     done = await starting
     assert done.returncode == 0 and f"ready: {cluster.url} " in done.stdout, done.stderr
     assert len(cluster.workers()) == 2
+    await until(lambda: cluster.num_standing() == 2, TAKE_OVER_S, "one to stand by again")
     for process in psutil.Process(cluster.leader()), cluster.head.actors("RankActor")[0]:
         process.kill()
     again = await cluster.serve()
     assert again.returncode == 0, again.stderr
     assert len(cluster.workers()) == 2, "ready means all of it"
+    assert (await cluster.run("stop")).returncode == 0
+
+
+async def test_a_supervisor_whose_starter_died_before_it_said_what_to_lead_ends_itself(cluster: Detached) -> None:
+    assert (await cluster.serve()).returncode == 0
+    for process in cluster.head.actors("SupervisorActor"):
+        process.kill()
+    untold = [sys.executable, "-c", START_UNTOLD, cluster.head.address]
+    done = await asyncio.to_thread(subprocess.run, untold, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    (orphan,) = cluster.head.actors("SupervisorActor")
+    again = await cluster.serve()
+    assert again.returncode == 0, again.stderr
+    assert orphan not in cluster.head.actors("SupervisorActor") and len(cluster.workers()) == 2
     assert (await cluster.run("stop")).returncode == 0
 
 
