@@ -10,6 +10,7 @@ import time
 from array import array
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -31,6 +32,8 @@ MODES = 4
 """The modes of a round: directly, over gRPC without and with a session, over HTTP."""
 STREAMS, STREAM_TOKENS = 16, 400
 JOURNAL_SESSIONS, JOURNAL_APPENDS, JOURNAL_ROUNDS = 16, 200, 5
+SETTINGS: dict[str, Any] = {"max_total_tokens": 32_768, "threads_per_worker": 1, "insecure_internal": True}
+"""A worker takes turns from whoever has a router's certificate. What those cost: see ``benchmarks.tls``."""
 SAMPLING = pb.Sampling(max_tokens=1, ignore_eos=True)
 
 
@@ -82,12 +85,12 @@ async def relay(stub: session_pb2_grpc.SessionServiceStub, sessions: bool) -> di
         request = pb.GenerateRequest(session_id=name, tokens=pb.TokenIds(ids=[100 + i]), sampling=sampling)
         return sum([len(answer.tokens) async for answer in stub.Generate(request)])
 
-    router = next(p for p in psutil.process_iter(["name", "cmdline"]) if "RouterActor" in " ".join(p.cmdline() or [""]))
+    router = next(p for p in psutil.Process().children(recursive=True) if "RouterActor" in " ".join(p.cmdline()))
     cpu, began = sum(router.cpu_times()[:2]), time.perf_counter()
     tokens = sum(await asyncio.gather(*(stream(i) for i in range(STREAMS))))
     assert tokens == STREAMS * STREAM_TOKENS
     seconds, cpu = time.perf_counter() - began, sum(router.cpu_times()[:2]) - cpu
-    return {"tokens/s": round(tokens / seconds), "tokens per second of router CPU": round(tokens / cpu)}
+    return {"tokens/s": round(tokens / seconds), "tokens per second of router CPU": round(tokens / max(cpu, 0.01))}
 
 
 async def journal_cost(journal: Journal) -> dict[str, float]:
@@ -136,7 +139,7 @@ def added(over: list[float], base: list[float]) -> dict[str, float]:
     return {f"p{p} ms": round(percentile(over, p) - percentile(base, p), 2) for p in (50, 99)}
 
 
-async def measure_latency(cluster: Cluster) -> dict[str, object]:
+async def measure_latency(cluster: Cluster) -> dict[str, dict[str, Any]]:
     address, target = cluster.worker_addresses()[0].address, cluster.grpc_url.removeprefix("grpc://")
     async with (
         grpc.aio.insecure_channel(address) as worker,
@@ -171,8 +174,8 @@ async def measure_latency(cluster: Cluster) -> dict[str, object]:
         }
 
 
-async def measure() -> dict[str, object]:
-    async with serving(workers=1, max_total_tokens=32_768, threads_per_worker=1) as cluster:
+async def measure() -> dict[str, dict[str, Any]]:
+    async with serving(workers=1, **SETTINGS) as cluster:
         figures = await measure_latency(cluster)
     return figures | {
         f"journal, {JOURNAL_SESSIONS} sessions append at once": await journal_costs(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import grammars, kv_core, kv_memory, predict, ranks, step
+from benchmarks import grammars, kv_core, kv_memory, predict, ranks, router, step
+from benchmarks.common import serving
 from workers.config import BUNDLED_MODEL
 from workers.kv import full_group, window_group
 
@@ -13,6 +14,14 @@ async def test_the_parts_of_a_step_are_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ranks, "STEPS", 30)
     figures = await ranks.measure_steps(1, 1)
     assert set(figures["us of a step, p50"]) >= {"plan", "log", "compute", "collect", "step"}
+
+
+async def test_a_router_is_compared_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, few in ("ROUNDS", 2), ("WARM_UP", 1), ("STREAM_TOKENS", 4):
+        monkeypatch.setattr(router, name, few)
+    async with serving(workers=1, **router.SETTINGS) as cluster:
+        figures = await router.measure_latency(cluster)
+    assert {"gRPC, no session", "HTTP, no session"} <= set(figures["added by the router"])
 
 
 def test_a_device_takes_its_time_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
