@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -78,6 +79,14 @@ def sent_error(rpc_error: grpc.aio.AioRpcError) -> HoldfastError | None:
         if key == CODE_KEY:
             return error_from_code(str(value), rpc_error.details() or str(value))
     return None
+
+
+def was_closed() -> bool:
+    """Whether a CancelledError says that the call is over, not its caller: closing a channel, or cancelling a call,
+    cancels those who wait for an answer as if they had been cancelled themselves.
+    """
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
 
 
 async def abort_with(context: grpc.aio.ServicerContext, error: HoldfastError) -> None:

@@ -17,7 +17,7 @@ from holdfast.errors import IncompatibleVersion, NoWorkerAvailable
 from holdfast.lifeline import one_ended
 from holdfast.silence import silent_for
 from holdfast.v1 import session_pb2, worker_pb2, worker_pb2_grpc
-from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc, sent_error
+from holdfast.wire import CHANNEL_OPTIONS, error_from_rpc, sent_error, was_closed
 from router.fleet.inbox import TurnInbox
 from router.fleet.placement import WorkerView
 
@@ -191,9 +191,7 @@ class WorkerLink:
         except grpc.aio.UsageError:  # the link was closed since its caller took it
             raise NoWorkerAvailable(f"worker {self.name} is lost") from None
         except asyncio.CancelledError:
-            # Closing a channel cancels its calls as if their callers were cancelled.
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
+            if was_closed():
                 raise NoWorkerAvailable(f"worker {self.name} is lost") from None
             raise
 

@@ -29,11 +29,18 @@ class HeldStore(KVStore):
         self.answers.set()
         self.num_held = 0
 
+    async def Find(self, request: Any, context: Any) -> Any:
+        await self._held()
+        return await super().Find(request, context)
+
     async def Use(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         async for answer in super().Use(requests, context):
-            self.num_held += not self.answers.is_set()
-            await self.answers.wait()
+            await self._held()
             yield answer
+
+    async def _held(self) -> None:
+        self.num_held += not self.answers.is_set()
+        await self.answers.wait()
 
 
 @asynccontextmanager
@@ -80,10 +87,12 @@ async def test_a_request_on_a_connection_that_another_gave_up_is_told_so(tmp_pat
     async with connected(tmp_path) as (store, client):
         store.answers.clear()
         asking = asyncio.create_task(client.ask(stats=store_pb2.StoreStatsRequest()))
-        await until(lambda: store.num_held, 10, "the request to arrive")
+        finding = asyncio.create_task(client.find(store_pb2.WantedCopies()))
+        await until(lambda: store.num_held == 2, 10, "the requests to arrive")
         client._lose(client._call)
-        with pytest.raises(StoreUnavailable):
-            await asking
+        for each in asking, finding:
+            with pytest.raises(StoreUnavailable):
+                await each
         store.answers.set()
         await until(lambda: client.arena is not None, 10, "another connection")
         assert (await client.ask(stats=store_pb2.StoreStatsRequest())).copies == 1

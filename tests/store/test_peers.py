@@ -215,6 +215,34 @@ async def test_a_peer_that_hangs_or_breaks_off_costs_no_token(tmp_path: Path, mo
         assert counters(cluster, "wc")["kv_loads_failed"] == 1
 
 
+async def test_a_peer_that_leaves_while_it_is_asked_has_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    async def hangs(self: PeerServer, request: Any, context: Any) -> None:
+        asked.append("Find")
+        await asyncio.sleep(60)
+
+    async def hangs_in_a_stream(self: PeerServer, request: Any, context: Any) -> AsyncIterator[Any]:
+        asked.append("Fetch")
+        await asyncio.sleep(60)
+        yield
+
+    monkeypatch.setattr(PeerServer, "Find", hangs)
+    monkeypatch.setattr(PeerServer, "Fetch", hangs_in_a_stream)
+    monkeypatch.setattr("workers.store.peers.FIND_TIMEOUT_S", 30.0)
+    async with node(tmp_path / "a") as a, node(tmp_path / "b") as b:
+        await introduce({"a": a, "b": b})
+        peers, key = a.store.peers, b"x" * 40
+        (link,) = peers._links.values()
+        finding, fetching = asyncio.create_task(peers.find("b", [key])), asyncio.create_task(link.fetch([key], "s"))
+        await until(lambda: sorted(asked) == ["Fetch", "Find"], 10, "the questions to arrive")
+        await introduce({"a": a})
+        assert await finding == set() and await fetching == []
+        assert await link.find([key]) == [] and await link.fetch([key], "s") == [], "of a link that is closed"
+
+
 async def test_copies_that_are_none_are_refused(tmp_path: Path) -> None:
     async with node(tmp_path / "a") as there, grpc.aio.insecure_channel(there.address) as channel:
         stub = store_pb2_grpc.KVStorePeerServiceStub(channel)

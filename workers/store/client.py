@@ -13,13 +13,15 @@ import grpc
 
 from holdfast.errors import NoWorkerAvailable
 from holdfast.v1 import store_pb2, store_pb2_grpc
-from holdfast.wire import CHANNEL_OPTIONS
+from holdfast.wire import CHANNEL_OPTIONS, was_closed
 from workers.store.server import socket_of
 
 log = logging.getLogger("holdfast.store")
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
 """Of one request: the store answers from memory, and one that is silent is as good as dead."""
+
+LOST_MEANWHILE = "the node's KV store was lost meanwhile"
 
 
 class StoreUnavailable(NoWorkerAvailable):
@@ -91,6 +93,10 @@ class StoreClient:
             if is_lost or error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._lose(call)
             raise StoreUnavailable(f"the node's KV store does not answer: {error.code().name}") from None
+        except asyncio.CancelledError:
+            if was_closed():
+                raise StoreUnavailable(LOST_MEANWHILE) from None
+            raise
 
     async def _exchange(self, call: Any, request: store_pb2.StoreRequest) -> Any:
         answer: Any = grpc.aio.EOF
@@ -102,9 +108,9 @@ class StoreClient:
             self._lose(call)
             raise StoreUnavailable(f"the node's KV store does not answer: {error!r}") from None
         except asyncio.CancelledError:
-            if not call.cancelled():
-                raise
-            raise StoreUnavailable("the node's KV store was lost meanwhile") from None
+            if was_closed():
+                raise StoreUnavailable(LOST_MEANWHILE) from None
+            raise
         if answer is grpc.aio.EOF:
             self._lose(call)
             raise StoreUnavailable("the node's KV store closed the stream")

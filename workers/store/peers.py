@@ -10,14 +10,15 @@ import asyncio
 import bisect
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import grpc
 
 from holdfast import tls
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import store_pb2, store_pb2_grpc
+from holdfast.wire import was_closed
 from workers.store.contents import Contents
 from workers.store.copies import Copy
 from workers.store.peer_server import in_messages, message_of, parts_of, take
@@ -151,8 +152,8 @@ class _PeerLink:
         self._changed.set()
 
     async def find(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of these the peer has; none if it does not answer in time."""
-        with suppress(grpc.aio.AioRpcError):
+        """Which of these the peer has; none if it does not answer in time, or leaves."""
+        with self._unless_lost():
             request = store_pb2.PeerKeys(parts=parts_of(keys))
             answer = await self._stub.Find(request, timeout=FIND_TIMEOUT_S)
             return [key for key, tier in zip(keys, b"".join(answer.tiers), strict=True) if tier]
@@ -161,16 +162,26 @@ class _PeerLink:
     async def fetch(self, keys: Sequence[bytes], user: str) -> list[Copy]:
         """Keep copies of the peer's. Returns those that arrived."""
         taken: list[Copy] = []
-        call = self._stub.Fetch(store_pb2.PeerKeys(parts=parts_of(keys), session_id=user), timeout=TIMEOUT_S)
-        try:
-            async for message in call:
-                taken += take(self._contents, message, is_replica=False)
-                self._counters["bytes_fetched"] += len(message.data)
-        except (grpc.aio.AioRpcError, InvalidRequest) as error:
-            log.info("copies of KV on node %s did not arrive: %s", self._node, error)
-        finally:
-            call.cancel()
+        with self._unless_lost():
+            call = self._stub.Fetch(store_pb2.PeerKeys(parts=parts_of(keys), session_id=user), timeout=TIMEOUT_S)
+            try:
+                async for message in call:
+                    taken += take(self._contents, message, is_replica=False)
+                    self._counters["bytes_fetched"] += len(message.data)
+            finally:
+                call.cancel()
         return taken
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Ends early when the peer's answer does, or this link."""
+        try:
+            yield
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, InvalidRequest) as error:
+            log.info("node %s does not give its copies of KV: %s", self._node, error)
+        except asyncio.CancelledError:
+            if not was_closed():
+                raise
 
     async def _send(self) -> None:
         while True:
