@@ -20,7 +20,6 @@ log = logging.getLogger("holdfast.store")
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
 """Of one request: the store answers from memory, and one that is silent is as good as dead."""
-
 LOST_MEANWHILE = "the node's KV store was lost meanwhile"
 
 
