@@ -15,7 +15,7 @@ from tests.simulation.run import run_seed
 
 NUM_SEEDS, NUM_SEEDS_LONG = 60, 10_000
 SEEDS = (11, 17, 31, 43)
-QUICK, MAX_SEEDS = 32, 1000
+QUICK, MAX_SEEDS = 48, 1000
 """Planted bugs that are found within ``QUICK`` seeds are looked for in each test run."""
 SLOW = {
     "a supervisor acts without its lease",
