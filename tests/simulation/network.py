@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from holdfast.wire import was_closed
 from tests.simulation.loop import PROCESS, Process
 
 NOBODY = contextvars.Context()
@@ -146,11 +147,14 @@ class SimulatedChannel:
     def __init__(self, network: Network, process: Process, address: str) -> None:
         self.network, self.process, self.address = network, process, address
         self._calls: list[Call] = []
+        self._is_closed = False
         host = address.rpartition(":")[0]
         self.up, self.down = Connection(network, process.host, host), Connection(network, host, process.host)
 
     def _multi(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
         def start(request: Any = None, timeout: float | None = None, **_: Any) -> Call:
+            if self._is_closed:
+                raise grpc.aio.UsageError("Channel is closed.")
             call = Call(self, path, request_serializer, response_deserializer, timeout)
             self._calls.append(call)
             if request is not None:
@@ -178,6 +182,7 @@ class SimulatedChannel:
         return ask
 
     async def close(self) -> None:
+        self._is_closed = True
         for call in self._calls:
             call.cancel()
 
@@ -235,20 +240,28 @@ class Call:
     def _ended(self) -> Any:
         if isinstance(self._end, grpc.aio.AioRpcError):
             raise self._end
+        if isinstance(self._end, asyncio.CancelledError):
+            raise asyncio.CancelledError
         return grpc.aio.EOF
 
     def __aiter__(self) -> Call:
         return self
 
     async def __anext__(self) -> Any:
-        answer = await self.read()
+        try:
+            answer = await self.read()
+        except asyncio.CancelledError:
+            if was_closed():
+                raise rpc_error(grpc.StatusCode.CANCELLED, "Locally cancelled") from None
+            raise
         if answer is grpc.aio.EOF:
             raise StopAsyncIteration
         return answer
 
     def cancel(self) -> None:
+        """As gRPC's: whoever waits for an answer is cancelled, and told so where it iterates."""
         if self._end is None:
-            self.end(rpc_error(grpc.StatusCode.CANCELLED, "Locally cancelled"))
+            self.end(asyncio.CancelledError())
             self.up.send(lambda: self.served and self.served.cancel())
 
     # ---- what arrives at the client -----------------------------------------------------------------
