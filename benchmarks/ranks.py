@@ -23,6 +23,7 @@ import grpc
 
 from benchmarks.common import save
 from cluster.bench.report import percentile
+from holdfast.deadlines import within
 from holdfast.v1 import rank_pb2, worker_pb2, worker_pb2_grpc
 from workers.config import EngineConfig
 from workers.engine.messages import Submission
@@ -125,7 +126,7 @@ async def group(size: int) -> AsyncIterator[tuple[WorkerServer, str]]:
         server.expect_end()
         await server.stop()
         for other in others:
-            await asyncio.wait_for(other.wait(), 30)
+            await within(30, other.wait())
 
 
 async def follow(rank: int, size: int, port: int) -> None:

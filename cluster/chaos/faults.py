@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
+from holdfast.deadlines import within
 from holdfast.errors import HoldfastError
 
 HEAL_DEADLINE_S = 120.0
@@ -129,7 +130,7 @@ class Faults:
         elif moment != "any time":
             event = self._due[moment] = asyncio.Event()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), MOMENT_DEADLINE_S)
+                await within(MOMENT_DEADLINE_S, event.wait())
 
     async def _drain(self, worker_id: str) -> None:
         with contextlib.suppress(httpx.HTTPError):

@@ -21,6 +21,7 @@ from cluster.ray_backend.router_process import RouterProcess
 from cluster.ray_backend.worker_group import WorkerGroup
 from cluster.supervisor import Supervisor
 from holdfast import tls
+from holdfast.deadlines import within
 from holdfast.errors import ConfigError, NoWorkerAvailable
 from holdfast.tls import SUPERVISOR
 from router.config import RouterConfig
@@ -278,7 +279,7 @@ class Cluster:
         if self._stores is not None:
             renews.append(self._stores.renew)
         # One that does not answer is started again by the supervisor, with a new certificate.
-        renewals = (asyncio.wait_for(renew(), RENEW_TIMEOUT_S) for renew in renews)
+        renewals = (within(RENEW_TIMEOUT_S, renew()) for renew in renews)
         for result in await asyncio.gather(*renewals, return_exceptions=True):
             if isinstance(result, Exception):
                 log.warning("a certificate was not renewed: %r", result)

@@ -20,6 +20,7 @@ from cluster.ray_backend.processes import (
     on_node,
     ray_errors,
 )
+from holdfast.deadlines import within
 from holdfast.processes import NodeProcess
 from holdfast.tls import STORE, Identity
 from workers.serving.actor import KVStoreActor, ServingStore
@@ -98,7 +99,7 @@ class NodeStores:
     async def stop(self) -> None:
         """End all stores, and remove what they hold."""
         actors, self._actors = self._actors, {}
-        stops = [asyncio.wait_for(actor.stop.remote(), SILENCE_S) for actor in actors.values()]
+        stops = [within(SILENCE_S, actor.stop.remote()) for actor in actors.values()]
         await asyncio.gather(*stops, return_exceptions=True)
         for actor in actors.values():
             ray.kill(actor)
@@ -107,7 +108,7 @@ class NodeStores:
         actor = self._actors.get(node)
         if actor is not None:
             try:
-                await asyncio.wait_for(actor.process.remote(), SILENCE_S)
+                await within(SILENCE_S, actor.process.remote())
                 return
             except (RayError, TimeoutError) as error:
                 log.warning("the KV store of node %s is lost (%s); starting another", node[:8], type(error).__name__)
@@ -158,7 +159,7 @@ class NodeStores:
             return
         addresses = dict(known.values())
         tells = [
-            asyncio.wait_for(self._actors[node].set_nodes.remote(name, addresses, self._num_replicas), SILENCE_S)
+            within(SILENCE_S, self._actors[node].set_nodes.remote(name, addresses, self._num_replicas))
             for node, (name, _) in known.items()
         ]
         with ray_errors("a KV store does not answer"):

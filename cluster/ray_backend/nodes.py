@@ -39,6 +39,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(GCS_ABSENCE_S))
     # Opt in to Ray's coming default of not hiding GPUs from actors without any; it warns otherwise.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Without it, a call of Ray's that comes after `ray.shutdown` joins any cluster on this machine, or starts one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 @contextlib.contextmanager

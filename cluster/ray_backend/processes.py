@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from holdfast.deadlines import within
 from holdfast.errors import HoldfastError
 from holdfast.processes import NodeProcess
 from holdfast.silence import silent_for
@@ -42,7 +43,7 @@ def find_actor(name: str) -> Any:
 async def answer_of(call: Awaitable[T], timeout_s: float = ANSWER_TIMEOUT_S) -> T | None:
     """What an actor answers; None: it is dead, does not answer in time, or raised."""
     with contextlib.suppress(RayError, TimeoutError):
-        return await asyncio.wait_for(call, timeout_s)
+        return await within(timeout_s, call)
     return None
 
 
@@ -88,7 +89,7 @@ async def end_on_node(process: NodeProcess) -> None:
     failed = f"process {process.pid} on node {process.node_id[:8]} was not ended"
     try:
         with ray_errors(failed):
-            await asyncio.wait_for(task.remote(process.pid, process.created), END_TIMEOUT_S)
+            await within(END_TIMEOUT_S, task.remote(process.pid, process.created))
     except TimeoutError:
         raise HoldfastError(f"{failed} within {END_TIMEOUT_S} s") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from cluster.ray_backend.processes import (
     ray_errors,
     unanswered_for,
 )
+from holdfast.deadlines import within
 from holdfast.processes import NodeProcess
 from holdfast.tls import ROUTER, Identity
 from router.actor import RouterActor
@@ -154,5 +154,5 @@ class RouterProcess:
         """Give its live turns time to end, then end it."""
         if self.serves:
             with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
+                await within(timeout_s, self._actor.stop.remote())
         await self.end()

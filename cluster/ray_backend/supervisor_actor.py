@@ -33,6 +33,7 @@ from cluster.ray_backend.processes import (
     ray_errors,
 )
 from cluster.ray_backend.router_process import RouterProcess
+from holdfast.deadlines import within
 from holdfast.errors import HoldfastError, NoWorkerAvailable, StaleEpoch
 from holdfast.processes import NodeProcess
 from router.fleet.link import WorkerAddress
@@ -321,7 +322,7 @@ async def stop_cluster() -> bool:
             # Where it has just lost its lease, another will lead.
             with contextlib.suppress(StaleEpoch), ray_errors("the cluster did not stop"):
                 config = (await actor.charge.remote()).config
-                await asyncio.wait_for(actor.stop.remote(), config.drain_timeout_s + STOP_ALLOWANCE_S)
+                await within(config.drain_timeout_s + STOP_ALLOWANCE_S, actor.stop.remote())
                 for slot in SLOTS:
                     await end_actor(slot)
                 return True

@@ -27,6 +27,7 @@ from cluster.ray_backend.processes import (
     unanswered_for,
 )
 from holdfast import tls
+from holdfast.deadlines import within
 from holdfast.processes import NodeProcess
 from holdfast.tls import LEADER, RANK, Identity
 from router.fleet.link import WorkerAddress
@@ -149,7 +150,7 @@ class WorkerGroup:
         """Stop every rank in order, then ``end`` those that still run."""
         serving = self._actors if self.address is not None else []
         for method in ("expect_end", "stop"):
-            calls = [asyncio.wait_for(getattr(actor, method).remote(), timeout_s) for actor in serving]
+            calls = [within(timeout_s, getattr(actor, method).remote()) for actor in serving]
             await asyncio.gather(*calls, return_exceptions=True)
         await self.end()
         self.remove_placement()

@@ -154,6 +154,7 @@ async def _play(
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, chaos.end)
         report = (await chaos.run(num_faults)).as_dict()
         waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
         return report
     finally:
         try:

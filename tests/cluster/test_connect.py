@@ -11,6 +11,7 @@ import ray
 
 from cluster.config import Config
 from cluster.ray_backend.connect import STARTS, connect
+from cluster.ray_backend.processes import find_actor
 from holdfast.errors import HoldfastError
 
 SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
@@ -54,3 +55,10 @@ def test_a_ray_that_does_not_start_is_an_error_that_says_why(
     with pytest.raises(HoldfastError, match=f"Ray does not start on this machine: {message}"):
         connect(Config())
     assert starts.end() == [False] * num_starts
+
+
+def test_a_late_call_joins_no_cluster() -> None:
+    """As of a thread that outlasts ``ray.shutdown``: by default Ray would look for one, or start it."""
+    with pytest.raises(HoldfastError):
+        find_actor("supervisor-0")
+    assert not ray.is_initialized()

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from holdfast import tls
+from holdfast.deadlines import within
 from holdfast.errors import RankDiverged
 from holdfast.silence import silent_for
 from holdfast.v1 import rank_pb2, rank_pb2_grpc, worker_pb2
@@ -124,7 +125,7 @@ class RankLinks:
         outbox = self._outboxes[rank]
         while True:
             try:
-                message = await asyncio.wait_for(outbox.get(), self._lease_s / 8)
+                message = await within(self._lease_s / 8, outbox.get())
             except TimeoutError:
                 message = rank_pb2.LeaderMessage(beat=rank_pb2.Beat())
             try:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from holdfast import tls
+from holdfast.deadlines import within
 from holdfast.errors import RankDiverged, StaleEpoch
 from holdfast.silence import silent_for
 from holdfast.v1 import kv_pb2_grpc, rank_pb2, rank_pb2_grpc
@@ -96,7 +97,7 @@ class RankServer(rank_pb2_grpc.RankServiceServicer):
             yield rank_pb2.RankMessage(hello=self._hello())
             while not reader.done():
                 try:
-                    message = await asyncio.wait_for(self._outbox.get(), self._lease_s / 8)
+                    message = await within(self._lease_s / 8, self._outbox.get())
                 except TimeoutError:
                     message = rank_pb2.RankMessage(beat=rank_pb2.Beat())
                 yield message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import Counter, OrderedDict
@@ -15,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from holdfast import tls
+from holdfast.deadlines import within
 from holdfast.errors import HoldfastError, InvalidRequest, NoWorkerAvailable
 from holdfast.v1 import kv_pb2_grpc, session_pb2, worker_pb2, worker_pb2_grpc
 from holdfast.wire import abort_with, sends_errors
@@ -151,9 +153,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkerMessage(welcome=self._welcome())
             beat_at = self._loop.time() + self._beat_interval_s
             while not reader.done():
-                try:  # a beat that is due is sent first, even if the outbox is never empty
-                    message = await asyncio.wait_for(outbox.get(), beat_at - self._loop.time())
-                except TimeoutError:
+                wait_s, message = beat_at - self._loop.time(), None
+                if wait_s > 0:  # a beat that is due is sent first, even if the outbox is never empty
+                    with contextlib.suppress(TimeoutError):
+                        message = await within(wait_s, outbox.get())
+                if message is None:
                     message = worker_pb2.WorkerMessage(beat=self._stats())
                     beat_at = self._loop.time() + self._beat_interval_s
                 yield message
