@@ -18,19 +18,12 @@ from workers.kernels.tile_table import write_table
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_a_table_is_measured_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_measured_and_changes_no_bit(tmp_path: Path) -> None:
     make_checkpoint("qwen3-moe", tmp_path, num_hidden_layers=2, **WIDE, **SHAPES["qwen3-moe"])
     expected = all_at_once(Engine(CONFIG, model=tmp_path))
     shapes, device, kv_dtype = engine_shapes(replace(CONFIG, model=tmp_path), 1)
-    monkeypatch.setattr(tune, "ROWS", (16, 1024))
-    monkeypatch.setattr(tune, "_compile", lambda *given: None)  # a process of its own would not see what is set here
-    monkeypatch.setattr(tune, "product_tiles", lambda rows: list(real_products(rows))[::12])
-    monkeypatch.setattr(tune, "expert_tiles", lambda *shape: list(real_experts(*shape))[::12])
     found = list(tune.tune(shapes, device, kv_dtype, lambda done, total: None))
     assert {each.shape for each in found} == set(shapes)
     assert all(each.us <= each.rule_us for each in found)
     write_table(tmp_path / "tiles.json", device, tune.table_of(found))
     assert all_at_once(Engine(CONFIG, model=tmp_path, tile_table=tmp_path / "tiles.json")) == expected
-
-
-real_products, real_experts = tune.product_tiles, tune.expert_tiles

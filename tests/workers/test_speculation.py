@@ -156,6 +156,7 @@ def test_what_ends_a_turn_inside_a_draft_shows_nothing_more() -> None:
 
 def test_a_thousand_turns_with_drafts_leave_no_page_behind() -> None:
     engine = Engine(SMALL, max_total_tokens=256, page_size=4, overlap_schedule=False, speculative_algorithm="NGRAM")
+    eager(engine.leader)
     rng, free = random.Random(3), sum(engine.cache.num_free())
     for i in range(1000):
         session = f"s{i % 5}"

@@ -7,12 +7,12 @@ of rows is found here, by comparing results bit for bit.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ from workers.kernels.tiles import (
     Tile,
     Tiles,
 )
+from workers.kernels.trial_processes import run_each
 
+log = logging.getLogger("holdfast.kernels")
+Candidate: TypeAlias = tuple[Shape, Tile]
 ROWS = (16, 64, 256, 1024, 4096)
 """Of a step that tiles are measured for; what has more takes the last one's."""
 FEW = 64
@@ -50,6 +53,8 @@ FP8_BLOCK = (128, 128)
 GAIN = 0.98
 """A tile that is less than 2 % faster is not."""
 PROCESSES = 16
+LIMIT_S = 30.0
+"""A candidate that was not compiled and run within this time is none."""
 
 
 class OneTile(Tiles):
@@ -105,10 +110,11 @@ def tune(
     ``compiled`` is told how many candidates are compiled, of how many.
     """
     wanted = list(shapes)
-    _compile(wanted, device, kv_dtype, compiled)
+    ended = _compile(wanted, device, kv_dtype, compiled)
     for shape in wanted:
         for trial in trials(shape, device, kv_dtype):
-            yield _best(shape, trial)
+            if (shape, trial.rule) in ended:
+                yield _best(shape, trial, [tile for tile in trial.candidates if (shape, tile) in ended])
 
 
 def table_of(found: Iterable[Found]) -> dict[Shape, list[tuple[int, Tile]]]:
@@ -124,10 +130,10 @@ def table_of(found: Iterable[Found]) -> dict[Shape, list[tuple[int, Tile]]]:
     return table
 
 
-def _best(shape: Shape, trial: Trial) -> Found:
+def _best(shape: Shape, trial: Trial, candidates: Iterable[Tile]) -> Found:
     expected, rule_us = trial.check(trial.rule), _microseconds(trial, trial.rule)
     best, best_us = trial.rule, rule_us
-    for tile in trial.candidates:
+    for tile in candidates:
         result = _checked(trial, tile) if tile != trial.rule else None
         if result is None or not torch.equal(result, expected):
             continue
@@ -151,24 +157,31 @@ def _checked(trial: Trial, tile: Tile) -> Tensor | None:
 
 def _compile(
     shapes: list[Shape], device: torch.device, kv_dtype: torch.dtype, compiled: Callable[[int, int], None]
-) -> None:
-    """Fill Triton's cache, in several processes: compiling takes most of the time, and one of the cores."""
-    jobs = {
+) -> set[Candidate]:
+    """Fill Triton's cache, in several processes: compiling takes most of the time, and one of the cores.
+
+    Each candidate runs there once. Returns those that ended: with Triton 3.6 a few of attention's never do.
+    """
+    candidates = {
         (shape, tile): None
         for shape in shapes
         for trial in trials(shape, device, kv_dtype)
         for tile in (trial.rule, *trial.candidates)
     }
-    with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1)) as pool:
-        for done, _ in enumerate(pool.imap_unordered(partial(_compile_one, device, kv_dtype), jobs), start=1):
-            compiled(done, len(jobs))
+    run = partial(_compile_one, device, kv_dtype)
+    ended = run_each(run, candidates, min(PROCESSES, os.cpu_count() or 1), LIMIT_S, compiled)
+    for shape, tile in candidates.keys() - ended:
+        log.warning("%s does not end with %s, which is not measured", shape, tile)
+    return ended
 
 
-def _compile_one(device: torch.device, kv_dtype: torch.dtype, job: tuple[Shape, Tile]) -> None:
-    shape, tile = job
+def _compile_one(device: torch.device, kv_dtype: torch.dtype, candidate: Candidate) -> None:
+    shape, tile = candidate
     for trial in trials(shape, device, kv_dtype):
         if tile == trial.rule or tile in trial.candidates:
             _checked(trial, tile)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             return
 
 

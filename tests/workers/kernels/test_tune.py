@@ -53,7 +53,7 @@ MEASURED: dict[Shape, list[tuple[int, Tile]]] = {
 def best(monkeypatch: pytest.MonkeyPatch, us: dict[Tile, float], check: Callable[[Tile], torch.Tensor]) -> Found:
     monkeypatch.setattr(tune, "_microseconds", lambda trial, tile: us[tile])
     trial = Trial(16, RULE, [tile for tile in us if tile != RULE], check, lambda tile: None)
-    return tune._best(PRODUCT, trial)
+    return tune._best(PRODUCT, trial, trial.candidates)
 
 
 def test_the_fastest_tile_with_the_same_bits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,16 @@ SHAPES: list[Shape] = [
 ]
 
 
+def all_end(shapes: list[Shape], device: torch.device, kv_dtype: torch.dtype, _: object) -> set[tuple[Shape, Tile]]:
+    """Instead of processes, which would not see what a test has set."""
+    of_shapes = ((shape, trial) for shape in shapes for trial in tune.trials(shape, device, kv_dtype))
+    return {(shape, tile) for shape, trial in of_shapes for tile in (trial.rule, *trial.candidates)}
+
+
 def test_every_kind_of_shape_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, whose times mean nothing: what was slow before is fast now, so every other tile is taken."""
     small = {"ROWS": (4, 20), "FEW": 4, "CONTEXT": 48, "BATCH": 2, "CHECKED": 8, "KV_HEADS": 1, "TOP_K": 2}
-    for name, value in {**small, "_compile": lambda *given: None, "GAIN": 1.0}.items():
+    for name, value in {**small, "_compile": all_end, "GAIN": 1.0}.items():
         monkeypatch.setattr(tune, name, value)
     blocks, other = Blocks(16, 16, 16), Blocks(32, 16, 16)
     monkeypatch.setattr(tiles, "attention_tiles", lambda *shape: AttentionTiles(blocks, blocks))
@@ -111,6 +117,23 @@ def test_every_kind_of_shape_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         **{shape: [(rows, ExpertTile(32, 32, 32)) for rows in (2, 8, 40)] for shape in SHAPES[2:5]},
         **{shape: [(48, AttentionTiles(other, other))] for shape in SHAPES[5:]},
     }
+
+
+def test_a_candidate_that_never_ends_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, other = ProductTile(32, 16, 16), ProductTile(64, 16, 16)
+    monkeypatch.setattr(tune, "ROWS", (4,))
+    monkeypatch.setattr(tiles, "product_tile", lambda *shape: ProductTile(16, 16, 16))
+    monkeypatch.setattr(tune, "product_tiles", lambda rows: [hanging, other])
+    monkeypatch.setattr(tune, "_compile", lambda *given: all_end(*given) - {(SHAPES[0], hanging)})
+    measured = set[Tile]()
+
+    def note(trial: Trial, tile: Tile) -> float:
+        measured.add(tile)
+        return 1.0
+
+    monkeypatch.setattr(tune, "_microseconds", note)
+    list(tune.tune(SHAPES[:1], CPU, torch.float16, lambda done, total: None))
+    assert measured == {ProductTile(16, 16, 16), other}
 
 
 def test_a_table_has_decodes_and_extends_tiles_together() -> None:
