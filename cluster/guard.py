@@ -84,10 +84,10 @@ def run_guarded(run: Run, stop_timeout_s: float) -> int:
             return 0  # a signal came while there was no child
         code, ended = guard.wait()
         _end_descendants()
-        if guard.num_signals and code == -signal.SIGKILL:
-            return 0  # killed at the deadline after a signal: it was asked to stop, and it has
-        if ended or guard.num_signals:
+        if ended:
             return code if code >= 0 else 128 - code
+        if guard.num_signals:
+            return 0  # by the deadline's kill, or by Ray's client, which misses its raylet: it was to stop, and it has
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"was ended from outside with {code}"
         print(
             f"holdfast: the process that runs the Ray node {how}; starting the cluster again",

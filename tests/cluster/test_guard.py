@@ -145,6 +145,24 @@ sys.exit(run_guarded(run, 1.0))
     assert done.returncode == 5 and "ended from outside" in done.stderr
 
 
+def test_a_child_that_a_library_ends_while_it_stops_has_stopped() -> None:
+    program = """
+import os, signal, sys, time
+from cluster.guard import run_guarded
+
+def run(generation):
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    os.write(1, b"up\\n")
+    time.sleep(60)
+
+sys.exit(run_guarded(run, 1.0))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 def test_a_killed_guard_takes_the_child_along() -> None:
     guarded = Guarded()
     guarded.process.kill()
