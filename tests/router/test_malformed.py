@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from pydantic import BaseModel, ValidationError
 
 from router.faces.anthropic.bodies import MessagesBody
@@ -15,8 +17,9 @@ from router.faces.openai.chat import ChatBody
 from router.faces.openai.completions import CompletionBody
 from router.faces.openai.response_body import ResponseBody
 from router.faces.sglang.bodies import BatchBody
-from tests.harness import Harness
+from tests.harness import Harness, running
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "holdfast-tiny"
 SAY = [{"role": "user", "content": "x"}]
 VALID: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -28,6 +31,13 @@ VALID: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 }
 WRONG: tuple[Any, ...] = ({"a": {"b": []}}, [[["x"]]], -(10**12), 10**30, "no such value \u0001", 0.3, [{}], True)
 NEIGHBOUR = {"model": MODEL, "prompt": "Return the", "max_tokens": 400, "seed": 1, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+    async with running(Path(tmp_path_factory.mktemp("malformed"))) as cluster:
+        yield cluster
+        await cluster.assert_no_leak()
 
 
 def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:

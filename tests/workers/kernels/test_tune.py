@@ -207,9 +207,8 @@ def test_files_that_are_no_table_of_this_gpu_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_shapes_are_those_of_a_rank_s_share(tmp_path: Path, num_ranks: int) -> None:
-    make_checkpoint(
-        "mixtral", tmp_path, hidden_size=64, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint("mixtral", tmp_path, num_hidden_layers=1, **sizes)
     shapes, device, _ = engine_shapes(replace(SMALL, model=tmp_path), num_ranks)
     assert device == CPU
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
@@ -223,7 +222,7 @@ def test_the_shapes_are_those_of_a_rank_s_share(tmp_path: Path, num_ranks: int) 
 
 
 def test_a_table_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint("llama", tmp_path)
+    make_checkpoint("llama", tmp_path, num_hidden_layers=1)
     config: dict[str, Any] = {"model": tmp_path, "attention_backend": "triton", "page_size": 4}
     prompt, params = list(range(3, 30)), SamplingParams(max_tokens=3, ignore_eos=True)
     expected = Engine(SMALL, **config).generate("s", prompt, params)
