@@ -73,7 +73,7 @@ def run_guarded(run: Run, stop_timeout_s: float) -> int:
 
     A first SIGINT or SIGTERM is forwarded to the children. A second one, or ``stop_timeout_s`` plus a grace
     period after the first, kills them. In any case, no descendant is left when this returns. If this process
-    is killed, so are they.
+    is killed, so are they. After a signal, a child that ended otherwise than by itself counts as stopped: 0.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = _Guard(run, stop_timeout_s)
@@ -87,7 +87,7 @@ def run_guarded(run: Run, stop_timeout_s: float) -> int:
         if ended:
             return code if code >= 0 else 128 - code
         if guard.num_signals:
-            return 0  # by the deadline's kill, or by Ray's client, which misses its raylet: it was to stop, and it has
+            return 0  # by the deadline's kill, or because its raylet was gone first: it was to stop, and it has
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"was ended from outside with {code}"
         print(
             f"holdfast: the process that runs the Ray node {how}; starting the cluster again",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,7 +34,7 @@ NEIGHBOUR = {"model": MODEL, "prompt": "Return the", "max_tokens": 400, "seed": 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
-    async with running(Path(tmp_path_factory.mktemp("malformed"))) as cluster:
+    async with running(tmp_path_factory.mktemp("malformed")) as cluster:
         yield cluster
         await cluster.assert_no_leak()
 

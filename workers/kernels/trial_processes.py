@@ -42,16 +42,17 @@ def run_each(
                 if process.link not in ready and time.monotonic() < process.late_at:
                     continue
                 lives, job = process.link in ready and process.is_ready(), process.job
+                if job is None and not lives:
+                    raise HoldfastError("the processes that try tiles do not start")
                 if job is not None:
                     num_settled += 1
                     settled(num_settled, num_jobs)
-                    returned |= {job} if lives else set()
-                elif not lives:
-                    raise HoldfastError("the processes that try tiles do not start")
-                if lives:
-                    process.take(waiting.popleft() if waiting else None, limit_s)
+                if job is not None and lives:
+                    returned.add(job)
+                if lives and waiting:
+                    process.take(waiting.popleft(), limit_s)
                     continue
-                process.end()
+                process.end()  # it is lost, or has nothing left to do
                 processes.remove(process)
                 if waiting:
                     processes.append(_Process(run))
@@ -80,10 +81,9 @@ class _Process(Generic[Job]):
             return True
         return False
 
-    def take(self, job: Job | None, limit_s: float) -> None:
-        self.job, self.late_at = job, math.inf
-        if job is not None:
-            self.late_at = time.monotonic() + limit_s
+    def take(self, job: Job, limit_s: float) -> None:
+        self.job, self.late_at = job, time.monotonic() + limit_s
+        with contextlib.suppress(ConnectionError):  # it has just ended, which its link says next
             self.link.send(job)
 
     def end(self) -> None:

@@ -171,7 +171,7 @@ def _compile(
     run = partial(_compile_one, device, kv_dtype)
     ended = run_each(run, candidates, min(PROCESSES, os.cpu_count() or 1), LIMIT_S, compiled)
     for shape, tile in candidates.keys() - ended:
-        log.warning("%s does not end with %s, which is not measured", shape, tile)
+        log.warning("%s hangs or fails with %s, which is not measured", shape, tile)
     return ended
 
 
