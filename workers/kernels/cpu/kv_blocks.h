@@ -173,7 +173,9 @@ struct InPlace {
     int first() const { return values.first; }
     int end() const { return values.end; }
     Floats at(int k, int64_t column) const { return load(reinterpret_cast<const T*>(values.rows[k]) + column); }
-    static Floats add(Floats sum, uint32_t weight, Floats value) { return sum + as<float>(weight) * value; }
+    static Floats add(Floats sum, uint32_t weight, Floats value) {
+        return multiply_add(all(as<float>(weight)), value, sum);
+    }
 };
 #if defined(__AVX512BF16__)
 // Of bf16, in pairs of keys.

@@ -156,12 +156,12 @@ template <int M, int S, int P, class T>
                 if constexpr (M >= ASKING_ROWS) __builtin_prefetch(words_of(at, v) + AHEAD);
             });
             unrolled<M>([&](auto m) INLINED {
-                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[m] * columns[v]; });
+                unrolled<V>([&](auto v) INLINED { acc[m][v] = multiply_add(all(row[m]), columns[v], acc[m][v]); });
             });
             if (k + 1 == steps) break;
             unrolled<V>([&](auto v) INLINED { columns[v] = as<Floats>(pairs[v] & 0xFFFF0000); });
             unrolled<M>([&](auto m) INLINED {
-                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[M + m] * columns[v]; });
+                unrolled<V>([&](auto v) INLINED { acc[m][v] = multiply_add(all(row[M + m]), columns[v], acc[m][v]); });
             });
         }
     } else {
@@ -174,7 +174,7 @@ template <int M, int S, int P, class T>
                 if constexpr (sizeof(T) == 1 && v % S == 0) __builtin_prefetch(panel + v / S * apart + AHEAD);
             });
             unrolled<M>([&](auto m) INLINED {
-                unrolled<V>([&](auto v) INLINED { acc[m][v] += row[m] * columns[v]; });
+                unrolled<V>([&](auto v) INLINED { acc[m][v] = multiply_add(all(row[m]), columns[v], acc[m][v]); });
             });
         }
     }

@@ -166,6 +166,18 @@ inline bool every(Ints mask) {
 #endif
 }
 
+// `a * b + c`, rounded once if the CPU can. Written as a product and a sum, GCC rounds it once or twice, as it sees fit:
+// for Zen 2 and 3, twice in a loop with one accumulator and once with several, so the bits depended on the rows beside.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#else
+    return a * b + c;
+#endif
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x to 2 ulp, after Cephes' expf; exactly 1 at 0, and 0 below the smallest normal number.
