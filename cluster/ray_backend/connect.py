@@ -23,7 +23,8 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """The object store carries only addresses and settings: tokens go over gRPC."""
 CONNECT_TIMEOUT_S = 5.0
-STARTS = 3
+STARTS = 8
+"""Each takes 30 s or more when it fails: on a machine that is busy for minutes, one must outlast that."""
 TOO_SLOW = "timed out during startup"
 
 
