@@ -88,6 +88,8 @@ class RouterServer:
         """
         await self._journal.start()
         self.core.start()
+        if shares_ports:  # the other one answers until then
+            await self.core.fleet.wait_for_one(self.config.worker_wait_s)
         limits = {
             "grpc.max_receive_message_length": self.config.max_message_bytes,
             "grpc.max_concurrent_streams": MAX_STREAMS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from holdfast.errors import StaleEpoch, WorkerNotFound
@@ -43,6 +44,14 @@ class Fleet:
         for link in gone:
             self._placement.forget(link.name)
             await link.close()
+
+    async def wait_for_one(self, timeout_s: float) -> None:
+        """Returns when a worker is alive, or after ``timeout_s``."""
+        waiting = [asyncio.create_task(link.ready.wait()) for link in self._links.values()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
 
     def link(self, name: str) -> WorkerLink | None:
         """The worker that a pin names, if it is alive."""

@@ -21,7 +21,7 @@ from tests.harness import Harness, running
 from tests.waiting import until
 from workers.config import EngineConfig
 
-NUM_TOKENS, NUM_ASKED = 3000, 40
+NUM_TOKENS, NUM_ASKED = 1200, 15
 PATIENT_S = 120
 BODY = {"prompt": "Return the list of", "max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -29,7 +29,8 @@ SAMPLING = pb.Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=NUM_TOKENS,
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with running(tmp_path, engine=EngineConfig(overlap_schedule=True)) as harness:
+    # A lease that a busy machine keeps.
+    async with running(tmp_path, engine=EngineConfig(overlap_schedule=True), worker_lease_s=60.0) as harness:
         yield harness
 
 
@@ -37,7 +38,7 @@ async def successor_of(harness: Harness) -> RouterServer:
     """Another router on the same ports, as far as it is let."""
     port, grpc_port = harness.router._ports
     router = RouterServer(replace(harness.router.config, port=port, grpc_port=grpc_port))
-    await router.set_workers(list(harness.addresses.values()))
+    await router.set_workers(list(harness.addresses.values()))  # which it has not reached yet
     try:
         assert await router.start(shares_ports=True) == (port, grpc_port)
     except ConfigError:
