@@ -17,7 +17,7 @@ import httpx
 from holdfast.deadlines import within
 from holdfast.errors import HoldfastError
 
-HEAL_DEADLINE_S = 120.0
+HEAL_DEADLINE_S = 240.0
 STOPS_S = (1.0, 4.0, 8.0)
 """How long a process stays stopped: within its lease, past a rank's lease, past a router's."""
 STOPPED_SHARE = 0.25

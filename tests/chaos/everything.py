@@ -42,7 +42,7 @@ from tests.chaos.nodes import Node
 from tests.hosts import hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 240.0
 RENEW_S = 5.0
 """From one renewal of all certificates to the next."""
 STORE_GB = 0.05

@@ -9,7 +9,7 @@ import json
 from tests.chaos.everything import play
 
 FAULTS, FAULTS_LONG, SEED = 4, 40, 3
-FAULT_DEADLINE_S = 100
+FAULT_DEADLINE_S = 140
 
 
 async def test_no_fault_costs_a_token(long: bool) -> None:
