@@ -23,6 +23,8 @@ from holdfast.v1 import session_pb2_grpc
 
 HISTORIES, KILL_AT, TOKENS_OUT = (1024, 8192, 32_768), 20, 300
 STORE_GB = 1.0
+PATIENT_S = 1800.0
+"""A slow CPU computes the longest history for minutes."""
 
 
 class Sessions:
@@ -66,7 +68,7 @@ class Sessions:
 async def sessions_of(**settings: Any) -> AsyncIterator[Sessions]:
     """A client of a new cluster with two workers."""
     async with (
-        serving(workers=2, max_total_tokens=70_000, **settings) as cluster,
+        serving(workers=2, max_total_tokens=70_000, token_timeout_s=PATIENT_S, **settings) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
         grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
     ):
