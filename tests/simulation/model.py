@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,7 +183,7 @@ class SimulatedRank:
         self.kv = SimulatedKV(config.page_size, len(groups), self.shard.rank)
         self.layout = f"{config.page_size}, {self.shard.size} ranks"
         self.overlaps = bool(config.overlap_schedule)
-        self.stream = Stream()
+        self.stream, self.writes_at_once, self.cache_lock = Stream(), not self.overlaps, RLock()
         self._broadcasts: list[list[int]] = group.broadcasts if group is not None else []
         self._num_broadcasts = 0
         self._note_pages: NotePages | None = None

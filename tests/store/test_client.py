@@ -29,9 +29,9 @@ class HeldStore(KVStore):
         self.answers.set()
         self.num_held = 0
 
-    async def Find(self, request: Any, context: Any) -> Any:
+    async def Bring(self, request: Any, context: Any) -> Any:
         await self._held()
-        return await super().Find(request, context)
+        return await super().Bring(request, context)
 
     async def Use(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         async for answer in super().Use(requests, context):
@@ -87,10 +87,10 @@ async def test_a_request_on_a_connection_that_another_gave_up_is_told_so(tmp_pat
     async with connected(tmp_path) as (store, client):
         store.answers.clear()
         asking = asyncio.create_task(client.ask(stats=store_pb2.StoreStatsRequest()))
-        finding = asyncio.create_task(client.find(store_pb2.WantedCopies()))
+        bringing = asyncio.create_task(client.bring(store_pb2.WantedCopies(), 10))
         await until(lambda: store.num_held == 2, 10, "the requests to arrive")
         client._lose(client._call)
-        for each in asking, finding:
+        for each in asking, bringing:
             with pytest.raises(StoreUnavailable):
                 await each
         store.answers.set()

@@ -27,15 +27,22 @@ MIN_LOAD_TOKENS = 128
 class Wanted:
     """A turn's tokens, whose KV may be in the node's store."""
 
+    turn_id: str
     session_id: str
     epoch: int
     tenant: str
     scope: KVScope
     tokens: array[int]
-    known_len: int
+    known_len: int = 0
     """Of how many the session has the KV here."""
     kv_nodes: tuple[str, ...] = ()
     """Other nodes that may have it."""
+
+
+def wanted_by(submission: Submission, tokens: array[int], known_len: int = 0) -> Wanted:
+    """What a turn with these tokens lacks."""
+    s = submission
+    return Wanted(s.turn_id, s.session_id, s.epoch, s.tenant, s.scope, tokens, known_len, s.kv_nodes)
 
 
 class Admission:
@@ -63,16 +70,7 @@ class Admission:
         known_len = min(keep_len, slot.committed_len) if slot is not None else 0
         if len(tokens) - known_len < MIN_LOAD_TOKENS or len(tokens) >= self._scheduler.max_len_of(submission.scope):
             return None
-        wanted = Wanted(
-            submission.session_id,
-            submission.epoch,
-            submission.tenant,
-            submission.scope,
-            tokens,
-            known_len,
-            submission.kv_nodes,
-        )
-        return self.load(wanted)
+        return self.load(wanted_by(submission, tokens, known_len))
 
     def admit(
         self, submission: Submission, compiled: Matcher | StopPatterns | None

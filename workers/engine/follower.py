@@ -63,7 +63,8 @@ class Follower:
         if isinstance(item, rank_pb2.Entry):
             self.step(item)
         else:
-            item()
+            with self.rank.cache_lock:
+                item()
 
     def _run(self) -> None:
         try:
@@ -74,9 +75,10 @@ class Follower:
 
     def step(self, entry: rank_pb2.Entry) -> None:
         """One iteration: apply -> ack -> compute."""
-        self._send_ack(self.reader.apply(entry))
-        self.rank.tell_pages()
-        cache = self.rank.cache
-        copies = list(cache.pending_copies)
-        self.rank.update(copies, cache.take_table_updates())
+        with self.rank.cache_lock:
+            self._send_ack(self.reader.apply(entry))
+            self.rank.tell_pages()
+            cache = self.rank.cache
+            copies = list(cache.pending_copies)
+            self.rank.update(copies, cache.take_table_updates())
         self.rank.launch(Batch.from_message(entry.batch), len(copies))

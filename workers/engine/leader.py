@@ -110,28 +110,30 @@ class Leader:
         What a step samples depends on what was collected, so it is chosen after that: ends are exact. Around drafts
         it is collected first.
         """
-        self._received.add(self.gate.end_overdue())
-        if self._in_flight and self.drafts.need_results(self._in_flight.step):
-            self.collect()
-        step = self.scheduler.plan()
-        self.rank.update(step.copies, step.table_updates)
-        self.drafts.compute(step)
-        batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight else ())
-        self._replication.write(batch)
-        # Known before the launch if nothing is in flight: then grammars' masks are computed beside the forward pass.
-        sampling = self._sampling(step) if self._in_flight is None else None
-        began = time.monotonic()
+        with self.rank.cache_lock:
+            self._received.add(self.gate.end_overdue())
+            if self._in_flight and self.drafts.need_results(self._in_flight.step):
+                self.collect()
+            step = self.scheduler.plan()
+            self.rank.update(step.copies, step.table_updates)
+            self.drafts.compute(step)
+            batch = Batch.of(step.work, self._in_flight.sampling if self._in_flight else ())
+            self._replication.write(batch)
+            # Known before the launch if nothing is in flight: then masks are computed beside the forward pass.
+            sampling = self._sampling(step) if self._in_flight is None else None
+            began = time.monotonic()
         self.rank.launch(batch, len(step.copies))
-        self.collect()
-        self.scheduler.commit(step)
-        if step.work:
-            live, masks = sampling or self._sampling(step)
-            pending = self.rank.choose(step.work, masks)
-            self._in_flight = InFlight(step, [work.turn for work in live], began, self.log.last_index, pending)
-        if not self.rank.overlaps:
+        with self.rank.cache_lock:
             self.collect()
-        self.rank.tell_pages()
-        self._emit_updates()
+            self.scheduler.commit(step)
+            if step.work:
+                live, masks = sampling or self._sampling(step)
+                pending = self.rank.choose(step.work, masks)
+                self._in_flight = InFlight(step, [work.turn for work in live], began, self.log.last_index, pending)
+            if not self.rank.overlaps:
+                self.collect()
+            self.rank.tell_pages()
+            self._emit_updates()
 
     def _sampling(self, step: Step) -> tuple[list[Work], Future[Masks] | None]:
         """The work whose next tokens a step chooses, and what grammars allow there."""
@@ -150,7 +152,8 @@ class Leader:
                 return True
             if command is None:
                 return False
-            command()
+            with self.rank.cache_lock:
+                command()
             idle = False
 
     def collect(self) -> None:

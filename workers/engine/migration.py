@@ -223,6 +223,10 @@ class KVMigrations:
         """
         return self._leader.when_applied(partial(self._complete_import, session_id, transfer_id))
 
+    def complete_load(self, session_id: str, transfer_id: str) -> Future[int]:
+        """``complete_import`` for a turn that waits: its future does not wait for acks, as the turn's tokens will."""
+        return self._leader.call(partial(self._complete_import, session_id, transfer_id))
+
     def _complete_import(self, session_id: str, transfer_id: str) -> int:
         cache, pending = self._leader.cache, self._imports.get(session_id)
         if pending is None or pending.transfer_id != transfer_id:
@@ -279,7 +283,9 @@ def write_pages(
     columns: Sequence[int],
     pages: bytes | memoryview,
 ) -> None:
-    """Write received pages, one after another, into those that the log allocated for them. In the rank's thread.
+    """Write received pages, one after another, into those that the log allocated for them.
+
+    In the rank's thread, or in one that holds ``Rank.cache_lock``, if the rank ``writes_at_once``.
 
     Raises MigrationRefused if a turn or a release came first: the pages may be another slot's by then.
     """

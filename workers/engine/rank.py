@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -110,8 +111,12 @@ class Rank:
         overlap = config.overlap_schedule
         self.overlaps = self.device.type == "cuda" if overlap is None else overlap
         """Whether the host goes on while the device computes."""
-        in_thread = self.overlaps and self.device.type == "cpu" and self.shard.rank == 0
-        self.stream = ThreadStream() if in_thread else Stream()
+        on_cpu = self.device.type == "cpu"
+        self.stream = ThreadStream() if self.overlaps and on_cpu and self.shard.rank == 0 else Stream()
+        self.writes_at_once = on_cpu and not isinstance(self.stream, ThreadStream)
+        """Whether nothing is left for the device to do when the rank's thread does not compute."""
+        self.cache_lock = RLock()
+        """Held by the rank's thread while the cache may change, and by another one that writes an import's pages."""
         self._logits: Tensor | None = None
         self._note_pages: NotePages | None = None
         self._zeroes = config.zero_freed_pages

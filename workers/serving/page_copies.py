@@ -30,10 +30,10 @@ from workers.store.copies import nobody_of
 
 log = logging.getLogger("holdfast.store")
 LOAD_BYTES = 4 * 1024 * 1024
-"""Written between two steps: a millisecond or less."""
+"""Written at a time, between two steps or beside one: a millisecond or less."""
 NUM_BUFFERS, PER_LOAD = 16, 2
-"""Of ``LOAD_BYTES`` at most. As many loads as there are between two steps are written there; of one load a chunk is
-read while another is written, as more would not stay in the processor's caches.
+"""Of ``LOAD_BYTES`` at most, for a rank that must write pages itself. As many loads as there are between two steps are
+written there; of one load a chunk is read while another is written, as more would not stay in the processor's caches.
 """
 COPY_BYTES = 8 * 1024 * 1024
 """Copied at a time: the two messages with the store that it takes cost as much as copying 2 MB."""
@@ -87,6 +87,8 @@ class PageCopies:
         self._buffers = asyncio.LifoQueue[bytearray]()
         for _ in range(NUM_BUFFERS):
             self._buffers.put_nowait(bytearray())  # as large as its first load needs
+        self._scratch = bytearray()
+        """What the thread of copies reads before it writes."""
         self.counters: Counter[str] = Counter()
         self.stats = store_pb2.StoreStats()
         """The store's, a while ago; while it does not answer, only where its copies are too."""
@@ -222,7 +224,7 @@ class PageCopies:
         pinned = await self._pin_all(request, parts)
         arena, damaged, num_bytes = self.client.arena, list[store_pb2.KeysOfGroup](), 0
         if arena is None or not (request.address or _has_all(pinned)):
-            await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+            self.client.unpin(pinned.pin)
             return 0, columns
         missing = Columns()
         try:
@@ -240,7 +242,7 @@ class PageCopies:
                 self.counters["kv_pages_not_sent"] += len(loaded) if request.address else 0
                 missing.append([column for column in wanted if column not in loaded])
         finally:
-            await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin, damaged=damaged))
+            self.client.unpin(pinned.pin, damaged)
         return num_bytes, missing
 
     async def _pin_all(
@@ -251,7 +253,7 @@ class PageCopies:
         pinned: store_pb2.Pinned = await self.client.ask(pin=pin)
         if _has_all(pinned):
             return pinned
-        await self.client.ask(unpin=store_pb2.UnpinCopies(pin=pinned.pin))
+        self.client.unpin(pinned.pin)
         wanted = store_pb2.WantedCopies(groups=parts, session_id=request.session_id, nodes=request.kv_nodes)
         await self.client.bring(wanted, request.timeout_s)
         pinned = await self.client.ask(pin=pin)
@@ -285,6 +287,8 @@ class PageCopies:
         rank = self._owner.rank
         size = rank.kv.page_bytes[group]
         async with places:
+            if rank.writes_at_once:
+                return await result_of(self._thread.submit(self._load_here, request, group, arena, found))
             buffer = await self._buffers.get()
             if len(buffer) < len(found) * size:
                 buffer = bytearray(len(found) * size)
@@ -298,6 +302,21 @@ class PageCopies:
                     await result_of(done)
             finally:
                 self._reuse_after(done, buffer)
+        return damaged
+
+    @torch.inference_mode()
+    def _load_here(
+        self, request: rank_pb2.FetchRequest, group: int, arena: memoryview, found: Sequence[_Found]
+    ) -> list[_Found]:
+        """Write copies to their columns beside a step, in the thread of copies. Returns those that are damaged."""
+        rank = self._owner.rank
+        size = rank.kv.page_bytes[group]
+        if len(self._scratch) < len(found) * size:
+            self._scratch = bytearray(len(found) * size)
+        right, data, damaged = _look(arena, found, size, self._scratch)
+        if right:
+            with rank.cache_lock:
+                write_pages(rank, request, group, [each.column for each in right], data)
         return damaged
 
     def _reuse_after(self, done: Future[Any], buffer: bytearray) -> None:

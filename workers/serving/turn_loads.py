@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from array import array
 from collections import Counter
-from concurrent.futures import Future
+from collections.abc import Coroutine
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.tokens import pack_tokens
 from holdfast.v1 import rank_pb2, store_pb2
-from workers.engine.admission import MIN_LOAD_TOKENS, Wanted
+from workers.engine.admission import MIN_LOAD_TOKENS, Wanted, wanted_by
 from workers.engine.leader import Leader
-from workers.engine.migration import ExportedKV
+from workers.engine.messages import Submission
+from workers.engine.migration import ExportedKV, PendingImport
 from workers.kv.prefix import page_digests
 from workers.serving.bandwidth import REMEASURE_EVERY, Bandwidth
 from workers.serving.load_plan import LoadPlan, load_plans, measure, seconds_until_there
@@ -27,30 +32,63 @@ from workers.serving.results import result_of
 log = logging.getLogger("holdfast.store")
 TIMEOUT_S = 10.0
 """A turn that waits longer is computed."""
+AT_ONCE = 4096
+"""Tokens whose digests are made in the event loop: in half a millisecond. To have a thread do it costs some 0.2 ms."""
 NAMES: dict[int, str] = {store_pb2.TIER_MEMORY: "memory", store_pb2.TIER_DISK: "disk", store_pb2.TIER_PEER: "peers"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What to load of a history, and the digests of all its pages."""
+
+    plan: LoadPlan | None
+    digests: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A load whose pages are being allocated."""
+
+    plan: LoadPlan
+    digests: list[bytes]
+    transfer_id: str
+    pending: Future[PendingImport]
+
+
 class TurnLoads:
-    """Loads into one worker's sessions. In the worker's event loop."""
+    """Loads into one worker's sessions. In the worker's event loop.
+
+    Beside a batch, each command to the leader's thread waits for the end of a step. A load takes two: one admits the
+    turn's submission and begins the load, the next commits its pages and queues the turn.
+    """
 
     def __init__(self, leader: Leader, links: RankLinks, copies: PageCopies) -> None:
         self._leader, self._links, self._copies = leader, links, copies
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looks: dict[str, Future[_Found]] = {}
+        """By turn, for those that the leader's thread has not come to yet."""
         self._bandwidths = {tier: Bandwidth(leader) for tier in NAMES}
         self.counters: Counter[str] = Counter()
         leader.admission.load = self.load
 
+    def submit(self, submission: Submission) -> None:
+        """``Leader.submit``. A whole history is looked for at once: the leader's thread may compute a step first."""
+        if submission.prefix_len or submission.ephemeral or len(submission.tokens) < MIN_LOAD_TOKENS:
+            self._leader.submit(submission)
+            return
+        found = self._looks[submission.turn_id] = Future()
+        self._start(self._look(wanted_by(submission, submission.tokens), found))
+        self._leader.submit(submission)
+        self._leader.call(partial(self._looks.pop, submission.turn_id))
+
     def load(self, wanted: Wanted) -> Future[None]:
         """See ``Admission.load``. Called in the leader's thread."""
         done: Future[None] = Future()
-
-        def begin() -> None:
-            task = self._loop.create_task(self._load(wanted, done))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        self._loop.call_soon_threadsafe(begin)
+        look = self._looks.get(wanted.turn_id) if not wanted.known_len else None
+        is_found = look is not None and look.done() and not look.cancelled() and look.exception() is None
+        begun = self._begin(wanted, look.result()) if look is not None and is_found else None
+        self._loop.call_soon_threadsafe(lambda: self._start(self._load(wanted, look, begun, done)))
         return done
 
     async def stop(self) -> None:
@@ -58,10 +96,30 @@ class TurnLoads:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _load(self, wanted: Wanted, done: Future[None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self, wanted: Wanted, found: Future[_Found]) -> None:
+        try:
+            found.set_result(await self._find(wanted))
+        except HoldfastError as error:
+            found.set_exception(error)
+        finally:
+            found.cancel()  # if nothing else
+
+    async def _load(
+        self, wanted: Wanted, look: Future[_Found] | None, begun: _Begun | None, done: Future[None]
+    ) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._find_and_load(wanted)
+                if begun is None:
+                    begun = self._begin(wanted, await (result_of(look) if look is not None else self._find(wanted)))
+                if begun is not None:
+                    with self._bandwidths[begun.plan.slowest].time.transfer() as charged_s:
+                        num_bytes = await self._load_into(wanted, begun, done)
+                        measure(begun.plan, num_bytes, charged_s(), self._bandwidths)
         except (HoldfastError, TimeoutError) as error:
             self.counters["kv_loads_failed"] += 1
             what = {"session_id": wanted.session_id}
@@ -70,24 +128,30 @@ class TurnLoads:
         except Exception:
             log.exception("KV of session %s is computed, not loaded", wanted.session_id)
         finally:
-            done.set_result(None)
+            _resolve(done)
 
-    async def _find_and_load(self, wanted: Wanted) -> None:
+    async def _find(self, wanted: Wanted) -> _Found:
         # The last token is always computed: its logits start the output.
-        plan, digests = await self._plan(wanted, wanted.tokens[:-1])
-        if plan is not None and plan.reached - wanted.known_len >= MIN_LOAD_TOKENS:
-            tokens, size = wanted.tokens[: plan.reached], self._leader.cache.page_size
-            begins_at = wanted.known_len // size * size
-            stored = ExportedKV(wanted.tenant, wanted.scope, tokens, plan.reached, (), plan.columns, begins_at)
-            with self._bandwidths[plan.slowest].time.transfer() as charged_s:
-                num_bytes = await self._load_into(wanted, plan, stored, digests)
-                measure(plan, num_bytes, charged_s(), self._bandwidths)
+        return _Found(*await self._plan(wanted, wanted.tokens[:-1]))
+
+    def _begin(self, wanted: Wanted, found: _Found) -> _Begun | None:
+        """None: it does not pay. From any thread."""
+        plan = found.plan
+        if plan is None or plan.reached - wanted.known_len < MIN_LOAD_TOKENS:
+            return None
+        begins_at = wanted.known_len // self._leader.cache.page_size * self._leader.cache.page_size
+        tokens = wanted.tokens[: plan.reached]
+        stored = ExportedKV(wanted.tenant, wanted.scope, tokens, plan.reached, (), plan.columns, begins_at)
+        transfer_id = f"load/{uuid.uuid4().hex}"
+        pending = self._leader.migrations.begin_load(wanted.session_id, wanted.epoch, transfer_id, stored)
+        return _Begun(plan, found.digests, transfer_id, pending)
 
     async def _plan(self, wanted: Wanted, tokens: array[int]) -> tuple[LoadPlan | None, list[bytes]]:
         """What to load, and the digests of all pages. To load nothing, or a part, may be the fastest."""
         cache, rank = self._leader.cache, self._leader.rank
         first = wanted.known_len // cache.page_size
-        digests = await asyncio.to_thread(page_digests, wanted.scope.name, tokens, cache.page_size)
+        make = partial(page_digests, wanted.scope.name, tokens, cache.page_size)
+        digests = make() if len(tokens) <= AT_ONCE else await asyncio.to_thread(make)
         keys = b"".join(digests[first:])
         groups = [store_pb2.KeysOfGroup(group=group.index, keys=keys) for group in cache.groups]
         tiers = await self._copies.client.find(store_pb2.WantedCopies(groups=groups, nodes=wanted.kv_nodes))
@@ -111,16 +175,14 @@ class TurnLoads:
                 best = longest
         return best, digests
 
-    async def _load_into(self, wanted: Wanted, plan: LoadPlan, stored: ExportedKV, digests: list[bytes]) -> int:
+    async def _load_into(self, wanted: Wanted, begun: _Begun, done: Future[None]) -> int:
         """Returns the bytes that came."""
-        migrations, session_id = self._leader.migrations, wanted.session_id
-        transfer_id = f"load/{uuid.uuid4().hex}"
-        begun = migrations.begin_load(session_id, wanted.epoch, transfer_id, stored)
+        migrations, session_id, digests = self._leader.migrations, wanted.session_id, begun.digests
         try:
-            pending = await result_of(begun)
+            pending = await result_of(begun.pending)
             request = rank_pb2.FetchRequest(
                 session_id=session_id,
-                transfer_id=transfer_id,
+                transfer_id=begun.transfer_id,
                 columns=[pack_tokens(array("i", part)) for part in pending.columns],
                 keys=[b"".join(digests[column] for column in part) for part in pending.columns],
                 timeout_s=TIMEOUT_S,
@@ -128,12 +190,20 @@ class TurnLoads:
             )
             followers = [self._links.fetch(rank, request) for rank in range(1, self._leader.rank.shard.size)]
             num_bytes = sum(await asyncio.gather(fetch(self._leader, self._copies, request), *followers))
-            reached = await result_of(migrations.complete_import(session_id, transfer_id))
+            completed = migrations.complete_load(session_id, begun.transfer_id)
+            # In the leader's thread, which so admits the turn between the same two steps.
+            completed.add_done_callback(lambda _: _resolve(done))
+            reached = await result_of(completed)
         except BaseException:
-            migrations.cancel_import(session_id, transfer_id)
+            migrations.cancel_import(session_id, begun.transfer_id)
             raise
         self.counters["kv_loads"] += 1
         self.counters["kv_tokens_loaded"] += reached - pending.cached_len
-        for tier, num_pages in plan.pages.items():
+        for tier, num_pages in begun.plan.pages.items():
             self.counters[f"kv_pages_from_{NAMES[tier]}"] += num_pages
         return num_bytes
+
+
+def _resolve(done: Future[None]) -> None:
+    with contextlib.suppress(InvalidStateError):
+        done.set_result(None)

@@ -179,7 +179,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             try:
                 if self._draining:
                     raise NoWorkerAvailable(f"worker {self.worker_id} is draining")
-                self._leader.submit(submission_of(submit))
+                submission = submission_of(submit)
+                (self._loads or self._leader).submit(submission)
             except (InvalidRequest, NoWorkerAvailable) as error:
                 self._deliver([TurnUpdate(submit.turn_id, error=error)])
 

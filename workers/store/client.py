@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import mmap
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ log = logging.getLogger("holdfast.store")
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
 """Of one request: the store answers from memory, and one that is silent is as good as dead."""
+MAX_TOGETHER = 64
+"""Requests in one message. Each message costs both sides more than most requests do."""
+CLOSED = "the connection to the node's KV store is closed"
 LOST_MEANWHILE = "the node's KV store was lost meanwhile"
 
 
@@ -36,45 +41,46 @@ class StoreClient:
         """The store's memory, while there is one. Views of a former store's stay valid."""
         self._call: Any = None
         self._stub: Any = None
-        self._lock = asyncio.Lock()
         self._lost = asyncio.Event()
-        self._unpinning = set[asyncio.Task[None]]()
-        self._task = asyncio.get_running_loop().create_task(self._stay_connected())
+        self._waiting: deque[tuple[store_pb2.StoreRequest, asyncio.Future[Any]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._stay_connected())
+        self._asking: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, *self._unpinning, return_exceptions=True)
+        tasks = [task for task in (self._task, self._asking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail(self._waiting, StoreUnavailable(CLOSED))
 
     async def ask(self, **request: Any) -> Any:
         """Send a request (a field of ``StoreRequest``), and return the answer's field. Raises StoreUnavailable.
 
         A caller that is cancelled costs the others nothing: its answer is awaited, and what it pins is unpinned.
         """
-        asking = asyncio.create_task(self._ask(store_pb2.StoreRequest(**request)))
+        answer = self._put(store_pb2.StoreRequest(**request))
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            unpinning = asyncio.create_task(self._unpin(asking))
-            self._unpinning.add(unpinning)
-            unpinning.add_done_callback(self._unpinning.discard)
+            answer.add_done_callback(self._unpin_answer)
             raise
 
-    async def _ask(self, request: store_pb2.StoreRequest) -> Any:
-        async with self._lock:
-            call = self._call
-            if call is None:
-                raise StoreUnavailable("the node's KV store is not there")
-            return await self._exchange(call, request)
+    def unpin(self, pin: int, damaged: Sequence[store_pb2.KeysOfGroup] = ()) -> None:
+        """``damaged``: those of them that do not match their checksums. Does not wait: a lost store has no pins."""
+        request = store_pb2.StoreRequest(unpin=store_pb2.UnpinCopies(pin=pin, damaged=damaged))
+        self._put(request).add_done_callback(lambda answer: answer.exception())
 
-    async def _unpin(self, asking: asyncio.Task[Any]) -> None:
-        with contextlib.suppress(StoreUnavailable):
-            answer = await asking
-            if isinstance(answer, store_pb2.Pinned):
-                await self._ask(store_pb2.StoreRequest(unpin=store_pb2.UnpinCopies(pin=answer.pin)))
+    def _unpin_answer(self, answer: asyncio.Future[Any]) -> None:
+        if answer.exception() is None and isinstance(answer.result(), store_pb2.Pinned):
+            self.unpin(answer.result().pin)
 
     async def find(self, wanted: store_pb2.WantedCopies) -> list[bytes]:
         """A Tier for each key, by group. Raises StoreUnavailable."""
-        return list((await self._call_once("Find", wanted, TIMEOUT_S, is_lost=True)).tiers)
+        found: store_pb2.FoundCopies = await self.ask(find=wanted)
+        if found.ask_others:
+            found = await self._call_once("Find", wanted, TIMEOUT_S, is_lost=True)
+        return list(found.tiers)
 
     async def bring(self, wanted: store_pb2.WantedCopies, timeout_s: float) -> None:
         """Have copies brought into memory, as far as there are. Raises StoreUnavailable."""
@@ -97,6 +103,42 @@ class StoreClient:
                 raise StoreUnavailable(LOST_MEANWHILE) from None
             raise
 
+    def _put(self, request: store_pb2.StoreRequest) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._waiting.append((request, answer))
+        if self._asking is None or self._asking.done():
+            self._asking = self._loop.create_task(self._ask_all())
+        return answer
+
+    async def _ask_all(self) -> None:
+        while self._waiting:
+            some = [self._waiting.popleft() for _ in range(min(MAX_TOGETHER, len(self._waiting)))]
+            try:
+                answers = await self._ask_some([request for request, _ in some])
+            except StoreUnavailable as error:
+                self._fail(some, error)
+            except BaseException:
+                self._fail(some, StoreUnavailable(CLOSED))
+                raise
+            else:
+                for (_, waiting), answer in zip(some, answers, strict=True):
+                    waiting.set_result(answer)
+
+    @staticmethod
+    def _fail(some: Iterable[tuple[store_pb2.StoreRequest, asyncio.Future[Any]]], error: StoreUnavailable) -> None:
+        for _, waiting in some:
+            waiting.set_exception(error)
+
+    async def _ask_some(self, requests: Sequence[store_pb2.StoreRequest]) -> list[Any]:
+        call = self._call
+        if call is None:
+            raise StoreUnavailable("the node's KV store is not there")
+        if len(requests) == 1:
+            return [await self._exchange(call, requests[0])]
+        together = store_pb2.StoreRequest(all=store_pb2.StoreRequests(requests=requests))
+        answers: store_pb2.StoreResponses = await self._exchange(call, together)
+        return [_answer_in(response) for response in answers.responses]
+
     async def _exchange(self, call: Any, request: store_pb2.StoreRequest) -> Any:
         answer: Any = grpc.aio.EOF
         try:
@@ -113,7 +155,7 @@ class StoreClient:
         if answer is grpc.aio.EOF:
             self._lose(call)
             raise StoreUnavailable("the node's KV store closed the stream")
-        return getattr(answer, answer.WhichOneof("response"))
+        return _answer_in(answer)
 
     def _lose(self, call: Any) -> None:
         call.cancel()
@@ -144,3 +186,7 @@ class StoreClient:
     def _map(self, arena: store_pb2.Arena) -> None:
         with Path(arena.path).open("r+b") as file:
             self.arena = memoryview(mmap.mmap(file.fileno(), arena.size))
+
+
+def _answer_in(response: Any) -> Any:
+    return getattr(response, response.WhichOneof("response"))

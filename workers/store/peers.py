@@ -84,6 +84,10 @@ class Peers:
             for copy in self._contents.copies.owned(what.session_id):
                 self.add(copy)
 
+    def may_have(self, nodes: Iterable[str]) -> bool:
+        """Whether ``find`` would ask anybody."""
+        return bool(self._holders(nodes))
+
     async def find(self, nodes: Iterable[str], keys: Sequence[bytes]) -> set[bytes]:
         """Which of these the peers have that may: ``nodes``, and their replicas."""
         found = set[bytes]()

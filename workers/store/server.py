@@ -178,12 +178,32 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
             case "owners":
                 owners = await self.contents.owners()
                 return store_pb2.StoreResponse(owners=store_pb2.Owners(session_ids=owners))
+            case "find":
+                _, tiers, missing = self._find(user.space, request.find)
+                others = bool(missing) and self.peers.may_have(request.find.nodes)
+                return store_pb2.StoreResponse(
+                    found=store_pb2.FoundCopies(tiers=[bytes(where) for where in tiers], ask_others=others)
+                )
+            case "all":
+                responses = [await self._answer(user, each) for each in request.all.requests]
+                return store_pb2.StoreResponse(all=store_pb2.StoreResponses(responses=responses))
             case _:
                 return store_pb2.StoreResponse(stats=self._stats())
 
     async def Find(self, request: store_pb2.WantedCopies, context: grpc.aio.ServicerContext) -> store_pb2.FoundCopies:
-        space = _space(request.space)
-        keys = [_keys(space, part) for part in request.groups]
+        keys, tiers, missing = self._find(_space(request.space), request)
+        found = await self.peers.find(request.nodes, missing) if missing else ()
+        for part, where in zip(keys, tiers, strict=True):
+            where[:] = [
+                tier or (store_pb2.TIER_PEER if key in found else 0) for key, tier in zip(part, where, strict=True)
+            ]
+        return store_pb2.FoundCopies(tiers=[bytes(where) for where in tiers])
+
+    def _find(
+        self, space: bytes, wanted: store_pb2.WantedCopies
+    ) -> tuple[list[list[bytes]], list[bytearray], list[bytes]]:
+        """Keys and tiers on this node, by group, and the keys that are not here."""
+        keys = [_keys(space, part) for part in wanted.groups]
         tiers = [self.contents.tiers(part) for part in keys]
         missing = [
             key
@@ -191,12 +211,7 @@ class KVStore(store_pb2_grpc.KVStoreServiceServicer):
             for key, tier in zip(part, where, strict=True)
             if not tier
         ]
-        found = await self.peers.find(request.nodes, missing) if missing else ()
-        for part, where in zip(keys, tiers, strict=True):
-            where[:] = [
-                tier or (store_pb2.TIER_PEER if key in found else 0) for key, tier in zip(part, where, strict=True)
-            ]
-        return store_pb2.FoundCopies(tiers=[bytes(where) for where in tiers])
+        return keys, tiers, missing
 
     async def Bring(
         self, request: store_pb2.WantedCopies, context: grpc.aio.ServicerContext

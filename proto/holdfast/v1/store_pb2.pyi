@@ -19,7 +19,7 @@ TIER_DISK: Tier
 TIER_PEER: Tier
 
 class StoreRequest(_message.Message):
-    __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats", "owners")
+    __slots__ = ("open", "reserve", "complete", "pin", "unpin", "release", "stats", "owners", "find", "all")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class StoreRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    FIND_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     open: OpenArena
     reserve: ReserveCopies
     complete: CompleteCopies
@@ -36,10 +38,24 @@ class StoreRequest(_message.Message):
     release: ReleaseCopies
     stats: StoreStatsRequest
     owners: OwnersRequest
-    def __init__(self, open: _Optional[_Union[OpenArena, _Mapping]] = ..., reserve: _Optional[_Union[ReserveCopies, _Mapping]] = ..., complete: _Optional[_Union[CompleteCopies, _Mapping]] = ..., pin: _Optional[_Union[PinCopies, _Mapping]] = ..., unpin: _Optional[_Union[UnpinCopies, _Mapping]] = ..., release: _Optional[_Union[ReleaseCopies, _Mapping]] = ..., stats: _Optional[_Union[StoreStatsRequest, _Mapping]] = ..., owners: _Optional[_Union[OwnersRequest, _Mapping]] = ...) -> None: ...
+    find: WantedCopies
+    all: StoreRequests
+    def __init__(self, open: _Optional[_Union[OpenArena, _Mapping]] = ..., reserve: _Optional[_Union[ReserveCopies, _Mapping]] = ..., complete: _Optional[_Union[CompleteCopies, _Mapping]] = ..., pin: _Optional[_Union[PinCopies, _Mapping]] = ..., unpin: _Optional[_Union[UnpinCopies, _Mapping]] = ..., release: _Optional[_Union[ReleaseCopies, _Mapping]] = ..., stats: _Optional[_Union[StoreStatsRequest, _Mapping]] = ..., owners: _Optional[_Union[OwnersRequest, _Mapping]] = ..., find: _Optional[_Union[WantedCopies, _Mapping]] = ..., all: _Optional[_Union[StoreRequests, _Mapping]] = ...) -> None: ...
+
+class StoreRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[StoreRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[StoreRequest, _Mapping]]] = ...) -> None: ...
+
+class StoreResponses(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[StoreResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[StoreResponse, _Mapping]]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("arena", "reserved", "completed", "pinned", "unpinned", "released", "stats", "owners")
+    __slots__ = ("arena", "reserved", "completed", "pinned", "unpinned", "released", "stats", "owners", "found", "all")
     ARENA_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +64,8 @@ class StoreResponse(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     arena: Arena
     reserved: Reserved
     completed: Completed
@@ -56,7 +74,9 @@ class StoreResponse(_message.Message):
     released: Released
     stats: StoreStats
     owners: Owners
-    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpinned: _Optional[_Union[Unpinned, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ..., owners: _Optional[_Union[Owners, _Mapping]] = ...) -> None: ...
+    found: FoundCopies
+    all: StoreResponses
+    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpinned: _Optional[_Union[Unpinned, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ..., owners: _Optional[_Union[Owners, _Mapping]] = ..., found: _Optional[_Union[FoundCopies, _Mapping]] = ..., all: _Optional[_Union[StoreResponses, _Mapping]] = ...) -> None: ...
 
 class OpenArena(_message.Message):
     __slots__ = ("space",)
@@ -189,10 +209,12 @@ class WantedCopies(_message.Message):
     def __init__(self, space: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[KeysOfGroup, _Mapping]]] = ..., session_id: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FoundCopies(_message.Message):
-    __slots__ = ("tiers",)
+    __slots__ = ("tiers", "ask_others")
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    ASK_OTHERS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, tiers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ask_others: bool
+    def __init__(self, tiers: _Optional[_Iterable[bytes]] = ..., ask_others: bool = ...) -> None: ...
 
 class BroughtCopies(_message.Message):
     __slots__ = ("copies",)

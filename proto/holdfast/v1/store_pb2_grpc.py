@@ -66,7 +66,7 @@ class KVStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Find(self, request, context):
-        """Which copies there are, and where: all of a session's in one request.
+        """As the request of that name, and asks other nodes too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
