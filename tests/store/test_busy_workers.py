@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.harness import Harness, running
 from tests.parity.matrix import CONFIG, checkpoint
 from tests.store.nodes import Stub, copied, counters, lose_device_kv, node, turn, words
 from tests.waiting import until
+from workers.engine.messages import Submission
+from workers.scheduling import SamplingParams
 from workers.serving import page_copies
 
 HISTORY = words(1, 300)
@@ -130,6 +133,20 @@ async def test_a_load_writes_no_page_that_it_has_lost(tmp_path: Path, monkeypatc
         assert said == expected
         await until(lambda: counters(cluster, "w0")["kv_loads_failed"], 10, "the load to be refused")
         assert not counters(cluster, "w0")["kv_tokens_loaded"]
+
+
+async def test_a_turn_that_comes_twice_is_looked_for_twice(tmp_path: Path) -> None:
+    """From two routers, of which one has lost its lease. The leader's thread comes to both after its step."""
+    async with busy_worker(tmp_path) as (cluster, _, steps):
+        loads: Any = cluster.workers["w0"]._loads
+        tokens, params = array("i", [*HISTORY, 3, 4]), SamplingParams(max_tokens=2)
+        for epoch in (1, 2):
+            loads.submit(Submission("turn", "twice", "", epoch, tokens, len(tokens), params))
+        await until(lambda: all(look.done() for look in loads._looks.values()), 10, "the copies to be found")
+        steps.free()
+        await until(lambda: "twice" in steps.leader.cache.slots and not loads._tasks, 10, "the later one to be loaded")
+        await asyncio.wrap_future(steps.leader.release_session("twice", 2))
+        assert not loads._looks
 
 
 async def long_turn(stub: Any) -> AsyncIterator[int]:

@@ -80,7 +80,7 @@ class TurnLoads:
         found = self._looks[submission.turn_id] = Future()
         self._start(self._look(wanted_by(submission, submission.tokens), found))
         self._leader.submit(submission)
-        self._leader.call(partial(self._looks.pop, submission.turn_id))
+        self._leader.call(partial(self._looks.pop, submission.turn_id, None))
 
     def load(self, wanted: Wanted) -> Future[None]:
         """See ``Admission.load``. Called in the leader's thread."""

@@ -53,6 +53,7 @@ class StoreClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(self._waiting, StoreUnavailable(CLOSED))
+        self._waiting.clear()
 
     async def ask(self, **request: Any) -> Any:
         """Send a request (a field of ``StoreRequest``), and return the answer's field. Raises StoreUnavailable.
