@@ -89,7 +89,7 @@ async def test_a_load_waits_for_two_steps(tmp_path: Path) -> None:
         worker = cluster.workers["w0"]
         loads: Any = worker._loads
         coming = asyncio.create_task(turn(stub, "other", [*HISTORY, 3, 4]))
-        await until(lambda: any(look.done() for look in loads._looks.values()), 10, "the copies to be found")
+        await until(lambda: any(look.found.done() for look in loads._looks.values()), 10, "the copies to be found")
         complete, completing = steps.leader.migrations.complete_load, threading.Event()
 
         def completed(*given: Any) -> Any:
@@ -139,12 +139,14 @@ async def test_a_turn_that_comes_twice_is_looked_for_twice(tmp_path: Path) -> No
     """From two routers, of which one has lost its lease. The leader's thread comes to both after its step."""
     async with busy_worker(tmp_path) as (cluster, _, steps):
         loads: Any = cluster.workers["w0"]._loads
-        tokens, params = array("i", [*HISTORY, 3, 4]), SamplingParams(max_tokens=2)
-        for epoch in (1, 2):
-            loads.submit(Submission("turn", "twice", "", epoch, tokens, len(tokens), params))
-        await until(lambda: all(look.done() for look in loads._looks.values()), 10, "the copies to be found")
+        params = SamplingParams(max_tokens=20)
+        for epoch, length in (1, 200), (2, 300):
+            tokens = array("i", [*HISTORY[:length], 3, 4])
+            loads.submit(Submission("turn", "twice", "", epoch, tokens, 202, params))
+        assert len(loads._looks) == 2, "what is there of the second's tokens is more than the first has"
+        await until(lambda: all(look.found.done() for look in loads._looks.values()), 10, "the copies to be found")
         steps.free()
-        await until(lambda: "twice" in steps.leader.cache.slots and not loads._tasks, 10, "the later one to be loaded")
+        await until(lambda: steps.leader.counters["turns"] == 2 and not loads._tasks, 10, "the later one to run")
         await asyncio.wrap_future(steps.leader.release_session("twice", 2))
         assert not loads._looks
 

@@ -27,7 +27,6 @@ MIN_LOAD_TOKENS = 128
 class Wanted:
     """A turn's tokens, whose KV may be in the node's store."""
 
-    turn_id: str
     session_id: str
     epoch: int
     tenant: str
@@ -42,7 +41,7 @@ class Wanted:
 def wanted_by(submission: Submission, tokens: array[int], known_len: int = 0) -> Wanted:
     """What a turn with these tokens lacks."""
     s = submission
-    return Wanted(s.turn_id, s.session_id, s.epoch, s.tenant, s.scope, tokens, known_len, s.kv_nodes)
+    return Wanted(s.session_id, s.epoch, s.tenant, s.scope, tokens, known_len, s.kv_nodes)
 
 
 class Admission:

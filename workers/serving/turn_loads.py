@@ -46,6 +46,14 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
+class _Look:
+    """What is there of these tokens."""
+
+    tokens: array[int]
+    found: Future[_Found]
+
+
+@dataclass(frozen=True, slots=True)
 class _Begun:
     """A load whose pages are being allocated."""
 
@@ -66,8 +74,8 @@ class TurnLoads:
         self._leader, self._links, self._copies = leader, links, copies
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looks: dict[str, Future[_Found]] = {}
-        """By turn, for those that the leader's thread has not come to yet."""
+        self._looks: dict[int, _Look] = {}
+        """By ``id`` of the tokens, for turns that the leader's thread has not come to yet: one may come twice."""
         self._bandwidths = {tier: Bandwidth(leader) for tier in NAMES}
         self.counters: Counter[str] = Counter()
         leader.admission.load = self.load
@@ -77,18 +85,20 @@ class TurnLoads:
         if submission.prefix_len or submission.ephemeral or len(submission.tokens) < MIN_LOAD_TOKENS:
             self._leader.submit(submission)
             return
-        found = self._looks[submission.turn_id] = Future()
-        self._start(self._look(wanted_by(submission, submission.tokens), found))
+        tokens = submission.tokens
+        look = self._looks[id(tokens)] = _Look(tokens, Future())
+        self._start(self._look(wanted_by(submission, tokens), look.found))
         self._leader.submit(submission)
-        self._leader.call(partial(self._looks.pop, submission.turn_id, None))
+        self._leader.call(partial(self._looks.pop, id(tokens)))
 
     def load(self, wanted: Wanted) -> Future[None]:
         """See ``Admission.load``. Called in the leader's thread."""
         done: Future[None] = Future()
-        look = self._looks.get(wanted.turn_id) if not wanted.known_len else None
-        is_found = look is not None and look.done() and not look.cancelled() and look.exception() is None
-        begun = self._begin(wanted, look.result()) if look is not None and is_found else None
-        self._loop.call_soon_threadsafe(lambda: self._start(self._load(wanted, look, begun, done)))
+        look = self._looks.get(id(wanted.tokens)) if not wanted.known_len else None
+        found = look.found if look is not None else None
+        is_found = found is not None and found.done() and not found.cancelled() and found.exception() is None
+        begun = self._begin(wanted, found.result()) if found is not None and is_found else None
+        self._loop.call_soon_threadsafe(lambda: self._start(self._load(wanted, found, begun, done)))
         return done
 
     async def stop(self) -> None:
@@ -110,12 +120,12 @@ class TurnLoads:
             found.cancel()  # if nothing else
 
     async def _load(
-        self, wanted: Wanted, look: Future[_Found] | None, begun: _Begun | None, done: Future[None]
+        self, wanted: Wanted, found: Future[_Found] | None, begun: _Begun | None, done: Future[None]
     ) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if begun is None:
-                    begun = self._begin(wanted, await (result_of(look) if look is not None else self._find(wanted)))
+                    begun = self._begin(wanted, await (result_of(found) if found is not None else self._find(wanted)))
                 if begun is not None:
                     with self._bandwidths[begun.plan.slowest].time.transfer() as charged_s:
                         num_bytes = await self._load_into(wanted, begun, done)
