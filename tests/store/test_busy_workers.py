@@ -139,15 +139,15 @@ async def test_a_turn_that_comes_twice_is_looked_for_twice(tmp_path: Path) -> No
     """From two routers, of which one has lost its lease. The leader's thread comes to both after its step."""
     async with busy_worker(tmp_path) as (cluster, _, steps):
         loads: Any = cluster.workers["w0"]._loads
-        params = SamplingParams(max_tokens=20)
+        params = SamplingParams(max_tokens=150)
         for epoch, length in (1, 200), (2, 300):
             tokens = array("i", [*HISTORY[:length], 3, 4])
             loads.submit(Submission("turn", "twice", "", epoch, tokens, 202, params))
         assert len(loads._looks) == 2, "what is there of the second's tokens is more than the first has"
         await until(lambda: all(look.found.done() for look in loads._looks.values()), 10, "the copies to be found")
         steps.free()
-        await until(lambda: steps.leader.counters["turns"] == 2 and not loads._tasks, 10, "the later one to run")
-        await asyncio.wrap_future(steps.leader.release_session("twice", 2))
+        await until(lambda: steps.leader.counters["turns"] == 3 and not loads._tasks, 10, "the later one to run")
+        await asyncio.wrap_future(steps.leader.release_session("twice", 3))
         assert not loads._looks
 
 
