@@ -204,8 +204,8 @@ def test_random_schedules_say_the_same_with_drafts(long: bool) -> None:
     for seed in range(NUM_SCHEDULES_LONG if long else NUM_SCHEDULES):
         try:
             results.append(play(seed))
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
     drafted, accepted, retracted = (sum(column) for column in zip(*results, strict=True))
     print(f"{len(results)} schedules: {drafted} tokens drafted, {accepted} accepted, {retracted} turns retracted")
     assert 0 < accepted < drafted and retracted > 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.scheduling import SamplingParams, Speculation, Turn
@@ -171,6 +172,18 @@ def test_the_costs_of_steps_are_a_line_that_delays_do_not_bend() -> None:
         if i > 60:
             assert 0.0003 < costs.slope < 0.0008, i
     assert 0 < costs.break_even(1) < costs.break_even(16) < 1
+
+
+@example([(4, 0.004), (1, 0.0001)] * 4, 0)  # no line fits: a step seems to cost its tokens and nothing else
+@given(st.lists(st.tuples(st.integers(1, 512), st.sampled_from([0.0, 1e-9, 0.002, 0.4]))), st.integers(0, 64))
+def test_any_step_has_a_break_even(steps: list[tuple[int, float]], num_rows: int) -> None:
+    """Also one of no turns: the only turn that may have a draft waits."""
+    costs = StepCosts()
+    for num_tokens, seconds in steps:
+        costs.observe(num_tokens, seconds)
+    assert 0 <= costs.break_even(num_rows) < math.inf
+    if num_rows:
+        assert costs.break_even(num_rows) <= 1 + 1e-9, "tokens that are right pay, or cost what they bring"
 
 
 def test_a_dear_draft_is_not_remembered_for_ever() -> None:

@@ -80,7 +80,7 @@ class StepCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step without prefills took this long, from the results before it to its own."""
-        if not self._n:
+        if not self._t:
             self._n, self._t = num_tokens, seconds
         seconds = min(seconds, MAX_SURPRISE * self.cost(num_tokens))
         dn, dt = num_tokens - self._n, seconds - self._t
@@ -97,13 +97,14 @@ class StepCosts:
         return self._t + self.slope * (num_tokens - self._n)
 
     def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
-        """The chance from which on a token more of each row pays in a step of ``num_rows``.
+        """The chance from which on a token more of each row pays in a step of ``num_rows``, which may be none.
 
         ``draft_s``: what it takes to propose them.
         """
-        if not self._n:
+        cost = self.cost(num_rows) if self._t else 0.0
+        if cost <= 0.0:  # nothing is measured, or such a step costs nothing
             return num_rows / (num_rows + 1 / PRIOR_SHARE - 1)
-        return (self.slope * num_rows + draft_s) / self.cost(num_rows)
+        return (self.slope * num_rows + draft_s) / cost
 
 
 class _Rates:
