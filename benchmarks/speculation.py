@@ -3,7 +3,8 @@
 The engine alone; settings take turns, and figures are medians of the rounds' ratios. The agent's answers are made to
 quote lines of the tool's output by a grammar, in all settings. The edit's prediction is its output with words changed,
 added and left out, as a file is before it is edited. As many turns run all the time: a turn that drafts end early makes
-room for the next, as on a server. The floor is no speculation: 1.0. What a second engine without drafts has, which runs
+room for the next, as on a server. The floor is no speculation: 1.0. The ceiling is an edit that changes nothing, whose
+drafts are all right: better guesses cannot bring more than that. What a second engine without drafts has, which runs
 after the one with them, is what these figures are exact to: it may be 0.98.
 
 The bundled model lies in the processor's caches, where a step takes as long as its products. What drafts are for is a
@@ -177,7 +178,9 @@ class Agents:
 class Edits:
     """Files that come back with a few words changed; the request predicts them as they were."""
 
-    name, least = "code edit with a prediction", 3.0
+    name = "code edit with a prediction"
+    least: float | None = 3.0
+    num_changes = 4
 
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._tokenizer, self._plain = tokenizer, Engine(config)
@@ -199,9 +202,16 @@ class Edits:
 
     def _before(self, rng: random.Random, output: list[int]) -> list[int]:
         before = list(output)
-        for at in sorted(rng.sample(range(20, OUTPUT - 20), 4), reverse=True):
+        for at in sorted(rng.sample(range(20, OUTPUT - 20), self.num_changes), reverse=True):
             before[at : at + rng.randint(0, 6)] = rng.choices(range(100, 2000), k=rng.randint(0, 6))
         return before
+
+
+class Unchanged(Edits):
+    """Files that come back as the request predicts them."""
+
+    name, least = "ceiling: an edit that changes nothing", None
+    num_changes = 0
 
 
 class FreeText:
@@ -238,7 +248,8 @@ def measure(config: EngineConfig, rounds: int, batches: Sequence[int]) -> dict[s
     """The figures of a model, by workload."""
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     workloads: list[Any] = [
-        Agents(tokenizer), Edits(tokenizer, config), FreeText(tokenizer, 0.0), FreeText(tokenizer, 1.0)
+        Agents(tokenizer), Edits(tokenizer, config), Unchanged(tokenizer, config),
+        FreeText(tokenizer, 0.0), FreeText(tokenizer, 1.0),
     ]  # fmt: skip
     figures: dict[str, Any] = {}
     for workload in workloads:
