@@ -6,10 +6,12 @@ import random
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -19,6 +21,7 @@ from tests.parity.matrix import CONFIG, KINDS, checkpoint
 from tests.workers.engine import Engine, eager
 from tests.workers.groups import GroupEngine
 from tests.workers.test_speculation import TWO_WORDS, Guesses
+from workers.engine import drafts, leader, pace
 from workers.engine.penalties import PenaltyCounts
 from workers.scheduling import Finish, Grammar, SamplingParams
 from workers.scheduling.model_speculation import DraftJob
@@ -137,9 +140,27 @@ def stop_oracles() -> Iterator[None]:
     oracle.cache_clear()
 
 
+class Clock:
+    """What steps take, at random: whatever they seem to cost, a draft may pay or not, but changes nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._now = random.Random(seed), 1.0
+
+    def monotonic(self) -> float:
+        self._now += self._rng.choice([0.0, 0.0001, 0.004, 0.005, 0.4])
+        return self._now
+
+
 def play(seed: int) -> tuple[int, int, int]:
     """One schedule. Returns how many tokens were drafted, how many accepted, and how often a turn was retracted."""
-    rng = random.Random(seed)
+    clock = Clock(seed)
+    with ExitStack() as patches:
+        for module in (drafts, leader, pace):
+            patches.enter_context(mock.patch.object(module, "time", clock))
+        return _play(random.Random(seed), seed)
+
+
+def _play(rng: random.Random, seed: int) -> tuple[int, int, int]:
     kind, size = list(KINDS)[seed % len(KINDS)], 1 + (seed // len(KINDS)) % 2
     drafter = NGRAM
     if kind != "window":
