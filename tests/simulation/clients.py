@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.errors import (
     TurnFailed,
     TurnNotFound,
 )
+from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import CODE_KEY, error_from_rpc
 from tests.simulation.cluster import Cluster
@@ -387,6 +389,9 @@ class _Turn:
         sampling.background = self.seed % 5 == 0
         if self.in_grammar:
             sampling.grammar.CopyFrom(session_pb2.Grammar(regex=GRAMMAR))
+        if self.seed % 3 == 0:  # it is wrong at a few places
+            predicted = [(token + (i % 5 == 4)) % VOCABULARY for i, token in enumerate(self.expected)]
+            sampling.prediction = pack_tokens(array("i", predicted))
         return sampling
 
 

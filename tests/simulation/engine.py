@@ -31,21 +31,23 @@ class InThisThread(Executor):
 
 
 class Guesses(Speculation):
-    """In place of lookups, which find nothing in such outputs: right up to a random token."""
+    """Beside lookups, which find nothing in such outputs but what was predicted: right up to a random token."""
 
     def __init__(self, leader: Leader, max_draft: int) -> None:
         super().__init__(max_draft)
         self._running = leader.scheduler.running
 
     def candidates(self, num_rows: int) -> list[Turn]:
-        return list(self._running.values())
+        return list(dict.fromkeys([*super().candidates(num_rows), *self._running.values()]))
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
+        looked_up = super().propose(turn, limit, num_rows)
         draft = guess(turn, random.choice([0, 2, 2, 3, 4, 6]))[:limit]
-        return Draft(draft) if draft else None
+        return looked_up or (Draft(draft) if draft else None)
 
     def pays(self, num_rows: int) -> bool:
-        return random.random() < 0.5
+        guess_pays = random.random() < 0.5
+        return super().pays(num_rows) or guess_pays
 
     def certainty_pays(self, num_rows: int) -> bool:
         return random.random() < 0.5
