@@ -140,6 +140,14 @@ def stop_oracles() -> Iterator[None]:
     oracle.cache_clear()
 
 
+def predicted(output: list[int], rng: random.Random) -> array[int]:
+    """What a client may think that a turn will say: nothing, or most of it, wrong at one place."""
+    prediction = array("i", output if rng.random() < 0.5 else [])
+    if prediction:
+        prediction[rng.randrange(len(prediction))] = rng.choice(WORDS)
+    return prediction[rng.randint(0, 2) :]
+
+
 class Clock:
     """What steps take, at random: whatever they seem to cost, a draft may pay or not, but changes nothing."""
 
@@ -176,10 +184,11 @@ def _play(rng: random.Random, seed: int) -> tuple[int, int, int]:
         **drafter,
     )
     reference, outputs = oracle(kind, size), {}
-    if drafter == NGRAM and rng.random() < 0.7:
-        Guesses(engine, outputs, seed)
-    elif drafter != NGRAM:
-        eager(engine.leader)
+    if rng.random() < 0.7:
+        if drafter == NGRAM:
+            Guesses(engine, outputs, seed)
+        else:
+            eager(engine.leader)
     if drafter["speculative_algorithm"] in ("EAGLE3", "MTP"):
         Helped(engine, outputs, rng)
     histories: dict[str, list[int]] = {name: [] for name in "abcd"}
@@ -193,7 +202,7 @@ def _play(rng: random.Random, seed: int) -> tuple[int, int, int]:
             turn_id = f"{name}{number}"
             turns[name] = turn_id, tokens, params
             outputs[turn_id] = reference.says(tokens, params)[0]
-            submit(engine, turn_id, name, tokens, params)
+            submit(engine, turn_id, name, tokens, params, prediction=predicted(outputs[turn_id], rng))
             for _ in range(rng.randint(0, 3)):
                 engine.leader.step()
         aborted = {name for name in turns if rng.random() < 0.2}
