@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +22,12 @@ from holdfast.errors import (
     TurnFailed,
     TurnNotFound,
 )
-from holdfast.tokens import pack_tokens
 from holdfast.v1 import session_pb2, session_pb2_grpc
 from holdfast.wire import CODE_KEY, error_from_rpc
+from tests.simulation.client_turn import ClientTurn
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process
-from tests.simulation.model import GRAMMAR, VOCABULARY, expected_output
+from tests.simulation.model import VOCABULARY
 
 PATIENCE_S = 90.0
 """No turn may take longer, whatever happens: every wait inside has a deadline far below."""
@@ -156,18 +155,18 @@ class Client:
 
     # ---- how ----------------------------------------------------------------------------------------
 
-    def _new_turn(self, keep_len: int | None) -> _Turn:
+    def _new_turn(self, keep_len: int | None) -> ClientTurn:
         if keep_len is None and len(self.history) >= MAX_HISTORY:
             keep_len = MAX_HISTORY // 3
         kept = self.history if keep_len is None else self.history[:keep_len]
         count = self.rng.choice((1, 2, 5, 20))
         given = [self.rng.randrange(VOCABULARY) for _ in range(count)]
-        turn = _Turn(f"{self.name}-{self.rng.getrandbits(40):x}", keep_len, given, self.rng.choice((1, 3, 8, 24)))
+        turn = ClientTurn(f"{self.name}-{self.rng.getrandbits(40):x}", keep_len, given, self.rng.choice((1, 3, 8, 24)))
         turn.seed = self.rng.getrandbits(30)
         turn.expected = turn.output_after(list(kept) + given)
         return turn
 
-    async def _attempt(self, turn: _Turn) -> None:
+    async def _attempt(self, turn: ClientTurn) -> None:
         """One call for the turn; then it is done, or not, or to be asked for again."""
         try:
             await self._stream(turn)
@@ -193,7 +192,7 @@ class Client:
             turn.resumes = False
             await asyncio.sleep(0.05)
 
-    async def _stream(self, turn: _Turn) -> None:
+    async def _stream(self, turn: ClientTurn) -> None:
         request = session_pb2.GenerateRequest(session_id=self.name, request_id=turn.id)
         if turn.resumes:
             request.resume_from = len(turn.seen)
@@ -239,7 +238,7 @@ class Client:
         finally:
             call.cancel()
 
-    def _take(self, turn: _Turn, chunk: session_pb2.GenerateResponse) -> None:
+    def _take(self, turn: ClientTurn, chunk: session_pb2.GenerateResponse) -> None:
         if not chunk.tokens:
             return
         if chunk.index != len(turn.seen):
@@ -249,7 +248,7 @@ class Client:
         if turn.checks and turn.seen != turn.expected[: len(turn.seen)]:
             self.cluster.violated(f"L10: {turn.id} was sent {turn.seen}, right is {turn.expected}")
 
-    def _keep(self, turn: _Turn) -> None:
+    def _keep(self, turn: ClientTurn) -> None:
         if turn.seen != turn.expected:
             self.cluster.violated(f"L10: {turn.id} ended with {turn.seen}, right is {turn.expected}")
         if turn.keep_len is not None:
@@ -258,7 +257,7 @@ class Client:
         self.exists = True
         self.num_turns += 1
 
-    async def _settle(self, turn: _Turn) -> None:
+    async def _settle(self, turn: ClientTurn) -> None:
         """After leaving: the session is at its last good turn, which may be this one."""
         length = await self._length()
         if length is None:
@@ -272,7 +271,7 @@ class Client:
         elif length != len(self.history):
             self.cluster.violated(f"L10: {self.name} has {length} tokens, not {len(self.history)} or {len(whole)}")
 
-    async def _settle_race(self, turns: list[_Turn]) -> None:
+    async def _settle_race(self, turns: list[ClientTurn]) -> None:
         """What the session may be now: with all turns that are done, in some order, and perhaps with those whose
         end is unknown (only the last can be asked for)."""
         done = [turn for turn in turns if turn.done]
@@ -299,7 +298,7 @@ class Client:
             del self.history[:]
             await self._ask("FreeTail", session_pb2.FreeTailRequest(session_id=self.name, keep_len=0))
 
-    def _after(self, order: Sequence[_Turn]) -> list[int] | None:
+    def _after(self, order: Sequence[ClientTurn]) -> list[int] | None:
         """The history after these turns, one after another; None: that is not what their clients saw."""
         history = list(self.history)
         for turn in order:
@@ -310,7 +309,7 @@ class Client:
             history += output
         return history
 
-    async def _ask_again(self, turn: _Turn) -> None:
+    async def _ask_again(self, turn: ClientTurn) -> None:
         """Whether a turn that ended in an error is done after all."""
         turn.resumes = True
         deadline = self._now() + PATIENCE_S
@@ -360,39 +359,6 @@ class Client:
 
     def _now(self) -> float:
         return self.cluster.loop.time()
-
-
-class _Turn:
-    """One turn as its client sees it."""
-
-    def __init__(self, turn_id: str, keep_len: int | None, given: list[int], max_tokens: int) -> None:
-        self.id, self.keep_len, self.input, self.max_tokens = turn_id, keep_len, given, max_tokens
-        self.seed = 0
-        self.expected: list[int] = []
-        self.seen: list[int] = []
-        self.done = self.resumes = False
-        self.excused = False
-        """A router had a reason to roll the turn back, and the client knows of it."""
-        self.leaves_at: int | None = None
-        self.checks = True
-
-    @property
-    def in_grammar(self) -> bool:
-        return self.seed % 4 == 0
-
-    def output_after(self, history: Sequence[int]) -> list[int]:
-        """What a fault-free cluster answers."""
-        return expected_output(history, self.seed, self.max_tokens, in_grammar=self.in_grammar)
-
-    def sampling(self) -> session_pb2.Sampling:
-        sampling = session_pb2.Sampling(temperature=1.0, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True)
-        sampling.background = self.seed % 5 == 0
-        if self.in_grammar:
-            sampling.grammar.CopyFrom(session_pb2.Grammar(regex=GRAMMAR))
-        if self.seed % 3 == 0:  # it is wrong at a few places
-            predicted = [(token + (i % 5 == 4)) % VOCABULARY for i, token in enumerate(self.expected)]
-            sampling.prediction = pack_tokens(array("i", predicted))
-        return sampling
 
 
 def _meaning(error: grpc.aio.AioRpcError) -> Exception:
