@@ -6,7 +6,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -121,8 +121,9 @@ class Oracle:
         key = (tuple(tokens), params)
         if key not in self.answers:
             name = f"turn-{len(self.answers)}"
-            submit(self.engine, name, name, tokens, params, ephemeral=True)
-            self.engine.run()
+            with time_of(time):  # what other schedules asked before does not change this one's clock
+                submit(self.engine, name, name, tokens, params, ephemeral=True)
+                self.engine.run()
             self.answers[key] = said(self.engine, name)
         return self.answers[key]
 
@@ -159,12 +160,18 @@ class Clock:
         return self._now
 
 
-def play(seed: int) -> tuple[int, int, int]:
-    """One schedule. Returns how many tokens were drafted, how many accepted, and how often a turn was retracted."""
-    clock = Clock(seed)
+@contextmanager
+def time_of(clock: Any) -> Iterator[None]:
+    """Leaders measure their steps with this clock."""
     with ExitStack() as patches:
         for module in (drafts, leader, pace):
             patches.enter_context(mock.patch.object(module, "time", clock))
+        yield
+
+
+def play(seed: int) -> tuple[int, int, int]:
+    """One schedule. Returns how many tokens were drafted, how many accepted, and how often a turn was retracted."""
+    with time_of(Clock(seed)):
         return _play(random.Random(seed), seed)
 
 
