@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from cluster.config import Config
-from cluster.ray_backend import listeners
+from cluster.ray_backend import listeners, local_node
 from cluster.ray_backend.nodes import prepare_environment
 from cluster.ray_backend.processes import END_TIMEOUT_S
 from holdfast.errors import ConfigError, HoldfastError
@@ -64,7 +64,8 @@ def _start(**settings: Any) -> None:
     before = set(this.children(recursive=True))
     for attempt in range(1, STARTS + 1):
         try:
-            ray.init(**settings)
+            with local_node.started_by_init():
+                ray.init(**settings)
             return
         except Exception as error:  # Ray raises nothing narrower
             ended = [process for process in this.children(recursive=True) if process not in before]

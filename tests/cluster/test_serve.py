@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,6 +27,12 @@ def test_ranks_and_routers_run_at_normal_niceness(served: Served) -> None:
     actors = [process for process in served.family if process.name().startswith("ray::R")]
     assert len(actors) >= 3, "two ranks and a router"
     assert {process.nice() for process in actors} == {psutil.Process().nice()}
+
+
+def test_ray_starts_no_autoscaler_and_no_dashboard(served: Served) -> None:
+    scripts = {Path(word).name for process in served.family for word in process.cmdline() if word.endswith(".py")}
+    assert "log_monitor.py" in scripts, "Ray's processes are seen"
+    assert not scripts & {"monitor.py", "dashboard.py"}
 
 
 def test_a_router_carries_no_torch(served: Served) -> None:
