@@ -1,7 +1,7 @@
 """An idle session whose KV was evicted: loaded from its node's memory and disk, over computed again.
 
 Then sessions that lose their worker together: the longest pause of any, by how many there are, with a KV store and
-without.
+without. Their floor is what the engine alone takes: see ``kv_floor``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import grpc
 import httpx
 
 from benchmarks.common import long_context_model, save, serving
+from benchmarks.kv_floor import floor_ms, prompt
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 
@@ -27,10 +28,6 @@ HISTORY, ROUNDS = 16_384, 3
 TOGETHER, SHORT, KILL_AT, TOKENS_OUT = (1, 16, 64), 1024, 10, 300
 STORE_GB = 1.0
 Stub = session_pb2_grpc.SessionServiceStub
-
-
-def prompt(number: int, length: int) -> list[int]:
-    return [10 + (number * 7919 + i * 17) % 1900 for i in range(length)]
 
 
 async def first_token_ms(stub: Any, session: str, tokens: list[int]) -> float:
@@ -140,12 +137,18 @@ async def measure() -> dict[str, Any]:
     with long_context_model(40_960) as model, tempfile.TemporaryDirectory(prefix="holdfast-bench-") as disk:
         figures: dict[str, Any] = {"resume": await resumes(model, Path(disk) / "kv")}
         on, off = await pauses(model, STORE_GB), await pauses(model, 0.0)
+        floor = {str(count): round(floor_ms(model, count, SHORT), 1) for count in TOGETHER}
     last, first = str(TOGETHER[-1]), str(TOGETHER[0])
     figures["lost together"] = {
         "what": f"the longest pause in ms of so many sessions with {SHORT} tokens each; as many others run",
         "with a KV store": on,
         "without": off,
-        f"{last} over {first}": {"with": round(on[last] / on[first], 2), "without": round(off[last] / off[first], 2)},
+        "floor": floor,
+        f"{last} over {first}": {
+            "with": round(on[last] / on[first], 2),
+            "without": round(off[last] / off[first], 2),
+            "the floor over the pause of one": round(floor[last] / on[first], 2),
+        },
     }
     return figures
 

@@ -1,4 +1,7 @@
-"""Failover pauses by the length of a session's history, with copies of its KV in the node's store and without."""
+"""Failover pauses by the length of a session's history, with copies of its KV in the node's store and without.
+
+The floor is what the engine alone takes to load the session: see ``kv_floor``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import grpc
 import httpx
 
 from benchmarks.common import long_context_model, save, serving
+from benchmarks.kv_floor import floor_ms
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 
@@ -102,12 +106,18 @@ async def pauses(model: Path, store_gb: float, rounds: int) -> dict[str, float]:
 async def measure(rounds: int) -> dict[str, object]:
     with long_context_model(40_960) as model:
         on, off = await pauses(model, STORE_GB, rounds), await pauses(model, 0.0, rounds)
+        floor = {str(length): round(floor_ms(model, 1, length), 1) for length in HISTORIES}
     first, last = str(HISTORIES[0]), str(HISTORIES[-1])
     return {
         "what": f"the pause after kill -9 mid-stream, ms by tokens of history, median of {rounds}",
         "with a KV store": on,
         "without": off,
-        f"{last} over {first}": {"with": round(on[last] / on[first], 2), "without": round(off[last] / off[first], 2)},
+        "floor": floor,
+        f"{last} over {first}": {
+            "with": round(on[last] / on[first], 2),
+            "without": round(off[last] / off[first], 2),
+            "what the floor adds, with": round((on[first] + floor[last] - floor[first]) / on[first], 2),
+        },
     }
 
 
