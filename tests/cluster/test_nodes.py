@@ -25,6 +25,8 @@ from holdfast.v1 import session_pb2_grpc
 from tests.waiting import until
 
 START_DEADLINE_S = 90.0
+LONG_TURN = 400
+"""Tokens that are not all there before a fault is injected, however busy the machine is."""
 LONG = " ".join(f"line {i} of a long text;" for i in range(80))
 
 
@@ -46,15 +48,20 @@ def config(tmp_path: Path, **settings: Any) -> Config:
 
 
 async def tokens_of(
-    stub: session_pb2_grpc.SessionServiceStub, session: str, on_token: int = -1, act: Callable[[], Any] = lambda: None
+    stub: session_pb2_grpc.SessionServiceStub,
+    session: str,
+    on_token: int = -1,
+    act: Callable[[], Any] = lambda: None,
+    *,
+    num_tokens: int = 60,
 ) -> list[int]:
-    sampling = pb.Sampling(temperature=0.8, seed=4, max_tokens=60, ignore_eos=True)
+    sampling = pb.Sampling(temperature=0.8, seed=4, max_tokens=num_tokens, ignore_eos=True)
     tokens: list[int] = []
     async for answer in stub.Generate(pb.GenerateRequest(session_id=session, text="Return the", sampling=sampling)):
         tokens += answer.tokens
         if len(tokens) == on_token:
             act()
-    assert len(tokens) == 60
+    assert len(tokens) == num_tokens
     return tokens
 
 
@@ -140,12 +147,13 @@ async def test_a_rank_that_goes_wrong_costs_a_pause_only(tmp_path: Path) -> None
     settings = config(tmp_path, workers=2, tp=2)
     connect(settings)
     async with running(settings) as (cluster, stub):
-        calm = await tokens_of(stub, "calm")
+        calm = await tokens_of(stub, "calm", num_tokens=LONG_TURN)
         for fault in (flip_a_refcount, swap_a_page, fail_to_compute):
             session = f"storm-{fault.__name__}"
             begun = asyncio.Event()
             disturbed = asyncio.create_task(disturb(cluster, stub, session, begun, fault))
-            assert await tokens_of(stub, session, 10, begun.set) == calm, "nothing wrong reached the client"
+            storm = await tokens_of(stub, session, 10, begun.set, num_tokens=LONG_TURN)
+            assert storm == calm, "nothing wrong reached the client"
             worker, before = await disturbed
             await serving_again(cluster, worker, before)
             assert await worker_of(cluster, stub, session) is not worker, "the session went on elsewhere"
