@@ -1,7 +1,7 @@
 """An idle session whose KV was evicted: loaded from its node's memory and disk, over computed again.
 
 Then sessions that lose their worker together: the longest pause of any, by how many there are, with a KV store and
-without. Their floor is what the engine alone takes: see ``kv_floor``.
+without, while as many others run or none. Their floor is what the engine alone takes: see ``kv_floor``.
 """
 
 from __future__ import annotations
@@ -95,34 +95,41 @@ async def stream(stub: Any, session: str, tokens: list[int], arrivals: list[floa
     assert len(arrivals) == TOKENS_OUT, "a token was lost or came twice"
 
 
-async def pause_ms(stub: Any, http: httpx.AsyncClient, count: int) -> float:
-    """The longest wait of ``count`` sessions whose worker is killed under their turns; as many run on the other."""
-    names = [f"n{count}-{i}" for i in range(2 * count)]
+async def pause_ms(stub: Any, http: httpx.AsyncClient, count: int, number: int, *, others: bool) -> float:
+    """The longest wait of ``count`` sessions whose worker is killed under their turns. ``number``: of the kill.
+
+    ``others``: whether as many run on the other worker.
+    """
+    names = [f"n{number}-{i}" for i in range(2 * count)]
     for first in range(0, len(names), 8):
         some = list(enumerate(names))[first : first + 8]
-        await asyncio.gather(*(first_token_ms(stub, name, prompt(1000 * count + i, SHORT)) for i, name in some))
+        await asyncio.gather(*(first_token_ms(stub, name, prompt(1000 * number + i, SHORT)) for i, name in some))
     await asyncio.sleep(2.0)
     pins = {name: (await stub.Get(pb.GetRequest(session_id=name))).worker_id for name in names}
     workers = (await http.get("/holdfast/workers")).json()
     victim = pins[names[0]]
     pid = next(int(w["pid"]) for w in workers if w["worker_id"] == victim)
-    arrivals: dict[str, list[float]] = {name: [] for name in names}
-    turns = [asyncio.create_task(stream(stub, name, [5, 6, 7], arrivals[name])) for name in names]
+    arrivals: dict[str, list[float]] = {name: [] for name in names if others or pins[name] == victim}
+    turns = [asyncio.create_task(stream(stub, name, [5, 6, 7], times)) for name, times in arrivals.items()]
     while min(len(times) for times in arrivals.values()) < KILL_AT:
         await asyncio.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     killed_at = time.perf_counter()
     await asyncio.gather(*turns)
     waits = []
-    for name in (name for name in names if pins[name] == victim):
+    for name in (name for name in arrivals if pins[name] == victim):
         later = [killed_at, *(t for t in arrivals[name] if t > killed_at)]
         waits.append(max((b - a for a, b in itertools.pairwise(later)), default=0.0))
     while len((await http.get("/holdfast/workers")).json()) < 2:
         await asyncio.sleep(0.2)
+    for name in names:
+        await stub.Release(pb.ReleaseRequest(session_id=name))
     return 1000 * max(waits)
 
 
-async def pauses(model: Path, store_gb: float) -> dict[str, float]:
+async def pauses(model: Path, store_gb: float, *, others: bool) -> dict[str, float]:
+    """Medians by the number of sessions."""
+    found, number = dict[str, float](), 0
     async with (
         serving(
             model=model, workers=2, max_total_tokens=170_000, max_running_requests=144, hicache_size=store_gb
@@ -130,24 +137,31 @@ async def pauses(model: Path, store_gb: float) -> dict[str, float]:
         httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
         grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
     ):
-        return {str(count): round(await pause_ms(Stub(channel), http, count), 1) for count in TOGETHER}
+        for count in TOGETHER:
+            kills = range(number, number := number + ROUNDS)
+            waits = [await pause_ms(Stub(channel), http, count, kill, others=others) for kill in kills]
+            found[str(count)] = round(statistics.median(waits), 1)
+    return found
 
 
 async def measure() -> dict[str, Any]:
     with long_context_model(40_960) as model, tempfile.TemporaryDirectory(prefix="holdfast-bench-") as disk:
         figures: dict[str, Any] = {"resume": await resumes(model, Path(disk) / "kv")}
-        on, off = await pauses(model, STORE_GB), await pauses(model, 0.0)
+        on, off = [await pauses(model, size, others=True) for size in (STORE_GB, 0.0)]
+        alone = await pauses(model, STORE_GB, others=False)
         floor = {str(count): round(floor_ms(model, count, SHORT), 1) for count in TOGETHER}
     last, first = str(TOGETHER[-1]), str(TOGETHER[0])
     figures["lost together"] = {
-        "what": f"the longest pause in ms of so many sessions with {SHORT} tokens each; as many others run",
-        "with a KV store": on,
-        "without": off,
+        "what": f"the longest pause in ms of so many sessions with {SHORT} tokens each, median of {ROUNDS}",
+        "with a KV store, as many others run": on,
+        "without a store": off,
+        "with a KV store, no others": alone,
         "floor": floor,
         f"{last} over {first}": {
             "with": round(on[last] / on[first], 2),
             "without": round(off[last] / off[first], 2),
-            "the floor over the pause of one": round(floor[last] / on[first], 2),
+            "no others": round(alone[last] / alone[first], 2),
+            "the floor over the pause of one": round(floor[last] / alone[first], 2),
         },
     }
     return figures
