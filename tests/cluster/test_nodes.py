@@ -26,7 +26,7 @@ from tests.waiting import until
 
 START_DEADLINE_S = 90.0
 LONG_TURN = 400
-"""Tokens that are not all there before a fault is injected, however busy the machine is."""
+"""Tokens: enough for a fault to meet the turn on a busy machine too."""
 LONG = " ".join(f"line {i} of a long text;" for i in range(80))
 
 
