@@ -129,7 +129,7 @@ async def pause_ms(stub: Any, http: httpx.AsyncClient, count: int, number: int, 
 
 async def pauses(model: Path, store_gb: float, *, others: bool) -> dict[str, float]:
     """Medians by the number of sessions."""
-    found, number = dict[str, float](), 0
+    found, numbers = dict[str, float](), itertools.count()
     async with (
         serving(
             model=model, workers=2, max_total_tokens=170_000, max_running_requests=144, hicache_size=store_gb
@@ -138,8 +138,7 @@ async def pauses(model: Path, store_gb: float, *, others: bool) -> dict[str, flo
         grpc.aio.insecure_channel(cluster.grpc_url.removeprefix("grpc://")) as channel,
     ):
         for count in TOGETHER:
-            kills = range(number, number := number + ROUNDS)
-            waits = [await pause_ms(Stub(channel), http, count, kill, others=others) for kill in kills]
+            waits = [await pause_ms(Stub(channel), http, count, next(numbers), others=others) for _ in range(ROUNDS)]
             found[str(count)] = round(statistics.median(waits), 1)
     return found
 
@@ -154,7 +153,7 @@ async def measure() -> dict[str, Any]:
     figures["lost together"] = {
         "what": f"the longest pause in ms of so many sessions with {SHORT} tokens each, median of {ROUNDS}",
         "with a KV store, as many others run": on,
-        "without a store": off,
+        "without a store, as many others run": off,
         "with a KV store, no others": alone,
         "floor": floor,
         f"{last} over {first}": {
