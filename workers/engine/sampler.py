@@ -112,7 +112,8 @@ def _penalize(logits: Tensor, places: Places, penalized: Sequence[int], counts: 
 
 
 def _mask(logits: Tensor, masks: Mapping[int, bytes], sampling: Sampling) -> None:
-    packed = array("i", b"".join([mask + bytes(-len(mask) % 4) for mask in masks.values()]))
+    width = -(-logits.shape[-1] // 32) * 4
+    packed = array("i", b"".join([mask[:width].ljust(width, b"\0") for mask in masks.values()]))
     rows, words = upload_parts([array("i", masks), packed], logits.device)
     sampling.mask(logits, rows, words.view(len(masks), -1))
 

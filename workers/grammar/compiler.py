@@ -82,6 +82,10 @@ class GrammarCompiler:
             raise InvalidRequest(f"{grammar.param}: {self._explain(grammar, matcher.get_error())}", grammar.param)
         return matcher
 
+    def mask_of(self, token: int) -> bytes:
+        """What ``Matcher.compute_bitmask`` says where no other token may come next."""
+        return (1 << token).to_bytes(self._vocab_size // 8 + 1, "little")
+
     def _source(self, grammar: Grammar) -> str:
         if grammar.kind == "json_schema":
             return self._json_source(json.loads(grammar.text))
