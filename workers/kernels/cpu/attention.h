@@ -29,14 +29,17 @@ struct Attention {
     int64_t group() const { return heads / kv_heads; }
 };
 
-// Adds to M rows of `sums`, `width` apart, V vectors from `column` on of the product of `weights [M][STEPS]` and
-// values. The weights of those that there are not are 0, which adds nothing.
+// Adds to M rows of `sums`, `width` apart and shrunk by `kept`, V vectors from `column` on of the product of
+// `weights [M][STEPS]` and values. The weights of those that there are not are 0, which adds nothing.
 template <int M, int V, class Values>
 [[gnu::noinline]] void add_values(
-    float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t column, Ahead& ahead) {
+    float* sums, int64_t width, const float* kept, const uint32_t* weights, const Values& values, int64_t column,
+    Ahead& ahead) {
     Floats acc[M][V];
     auto sums_of = [&](int m, int v) { return sums + m * width + column + v * LANES; };
-    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
+    unrolled<M>([&](auto m) INLINED {
+        unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)) * kept[m]; });
+    });
     for (int k = values.first(); k < values.end(); k++) {
         ahead.step();
         decltype(values.at(0, 0)) columns[V];
@@ -54,28 +57,29 @@ constexpr int columns_at_once(int rows) { return (rows <= PAIRED_ROWS || tile_ve
 
 template <class Values, int M = TILE_ROWS>
 inline void add_weighted(
-    int count, float* sums, int64_t width, const uint32_t* weights, const Values& values, int64_t dim, Ahead& ahead) {
+    int count, float* sums, int64_t width, const float* kept, const uint32_t* weights, const Values& values, int64_t dim,
+    Ahead& ahead) {
     if constexpr (M > 1) {
-        if (count < M) return add_weighted<Values, M - 1>(count, sums, width, weights, values, dim, ahead);
+        if (count < M) return add_weighted<Values, M - 1>(count, sums, width, kept, weights, values, dim, ahead);
     }
     int64_t column = 0;
     if constexpr (columns_at_once(M) == 4 * LANES)
         for (; dim - column > 3 * LANES; column += 4 * LANES)
-            add_values<M, 4>(sums, width, weights, values, column, ahead);
-    for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, weights, values, column, ahead);
-    if (column < dim) add_values<M, 1>(sums, width, weights, values, column, ahead);
+            add_values<M, 4>(sums, width, kept, weights, values, column, ahead);
+    for (; dim - column > LANES; column += 2 * LANES) add_values<M, 2>(sums, width, kept, weights, values, column, ahead);
+    if (column < dim) add_values<M, 1>(sums, width, kept, weights, values, column, ahead);
 }
 
 // Scratch of one task, for `rows` queries.
 struct AttentionSpace {
     struct Tag;
     uint32_t *queries, *keys, *values, *weights;
-    float *scores, *sums, *maxima, *totals;
+    float *scores, *sums, *maxima, *totals;  // the last two `[tiles][LANES]`
 
     AttentionSpace(int64_t rows, int64_t k_words, int64_t v_width, int64_t key_words) {
-        int64_t padded = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, padded = tiles * TILE_ROWS, lanes = tiles * LANES;
         int64_t sizes[] = {padded * k_words * 2, KEY_PANELS * key_words, v_width * KEYS / 2, TILE_ROWS * KEYS,
-                           TILE_ROWS * KEYS,     padded * v_width,       padded,             padded};
+                           TILE_ROWS * KEYS,     padded * v_width,       lanes,              lanes};
         int64_t total = 0;
         for (auto& size : sizes) total += size = (size + 15) / 16 * 16;
         uint32_t* at = scratch<Tag, uint32_t>(total);
@@ -86,42 +90,6 @@ struct AttentionSpace {
         maxima = reinterpret_cast<float*>(parts[6]), totals = reinterpret_cast<float*>(parts[7]);
     }
 };
-
-// One row's scores of a block, one vector after another in each panel, as weights, and by what its sums so far shrink.
-inline float soften(
-    const Attention& a, const float* scores, Floats weights[KEYS / LANES], int64_t base, int64_t first, int64_t last,
-    float& maximum, float& total) {
-    constexpr int VECTORS = PANEL / LANES;
-    Floats highs = all(-INFINITY);
-    for (int v = 0; v < KEYS / LANES; v++) {
-        weights[v] = load(scores + v / VECTORS * TILE_ROWS * PANEL + v % VECTORS * LANES) * a.scale;
-        if (a.softcap > 0) weights[v] = a.softcap * tanh(weights[v] / a.softcap);
-    }
-    if (base < first || base + KEYS - 1 > last) {
-        Ints lane;
-        for (int i = 0; i < LANES; i++) lane[i] = i;
-        for (int v = 0; v < KEYS / LANES; v++) {
-            Ints at = lane + int32_t(base + v * LANES);
-            weights[v] = (at >= int32_t(first)) & (at <= int32_t(last)) ? weights[v] : all(-INFINITY);
-        }
-    }
-    for (int v = 0; v < KEYS / LANES; v++) highs = larger(highs, weights[v]);
-    const float highest = std::max(maximum, largest(highs));
-    if (highest == -INFINITY) {
-        for (int v = 0; v < KEYS / LANES; v++) weights[v] = Floats{};
-        return 1.0f;
-    }
-    Floats added{};
-    for (int v = 0; v < KEYS / LANES; v++) {
-        weights[v] = exp(weights[v] - highest);
-        added += weights[v];
-    }
-    float kept = 1.0f;
-    if (highest != maximum) kept = exp(all(maximum - highest))[0];
-    total = total * kept + sum(added);
-    maximum = highest;
-    return kept;
-}
 
 // Weights `[KEYS]` as words: rounded to T, and then in fp32, or in pairs.
 template <class T>
@@ -137,6 +105,57 @@ inline void store_weights(uint32_t* to, const Floats weights[KEYS / LANES], bool
             store(reinterpret_cast<float*>(to) + v * LANES, load(lanes));
         }
     }
+}
+
+// A tile's scores of a block as weights; and by what its rows' sums so far shrink, `kept`. `start`: the position of the
+// tile's first query.
+template <class T>
+inline void soften(
+    const Attention& a, float* scores, int num, int64_t base, int64_t start, int64_t first_row, float* maxima,
+    float* totals, uint32_t* weights, bool dots, float* kept, Ahead& ahead) {
+    constexpr int VECTORS = PANEL / LANES, ALL = KEYS / LANES;
+    auto at = [&](int i, int v) { return scores + (v / VECTORS * TILE_ROWS + i) * PANEL + v % VECTORS * LANES; };
+    float highest[LANES] = {};
+    Ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const int64_t group = a.group();
+    int64_t last = start + first_row / group, of_query = first_row % group;
+    for (int i = 0; i < num; i++) {
+        const int64_t first = a.window ? last - a.window + 1 : 0;
+        ahead.step();
+        Floats row[ALL];
+        unrolled<ALL>([&](auto v) INLINED { row[v] = load(at(i, v)) * a.scale; });
+        if (a.softcap > 0)
+            unrolled<ALL>([&](auto v) INLINED { row[v] = a.softcap * tanh(row[v] / a.softcap); });
+        if (base < first || base + KEYS - 1 > last) {
+            unrolled<ALL>([&](auto v) INLINED {
+                Ints key = lane + int32_t(base + v * LANES);
+                row[v] = (key >= int32_t(first)) & (key <= int32_t(last)) ? row[v] : all(-INFINITY);
+            });
+        }
+        Floats highs = row[0];
+        unrolled<ALL>([&](auto v) INLINED {
+            store(at(i, v), row[v]);
+            highs = larger(highs, row[v]);
+        });
+        highest[i] = largest(highs);
+        if (++of_query == group) of_query = 0, last++;
+    }
+    const Floats before = load(maxima), after = larger(before, load(highest));
+    store(maxima, after);
+    const Floats reached = after == -INFINITY ? Floats{} : after;  // a row may have no key yet
+    store(kept, exp_of_negative(before - reached));
+    float sums[LANES] = {};
+    for (int i = 0; i < num; i++) {
+        Floats row[ALL], added{};
+        unrolled<ALL>([&](auto v) INLINED {
+            row[v] = exp_of_negative(load(at(i, v)) - reached[i]);
+            added += row[v];
+        });
+        sums[i] = sum(added);
+        store_weights<T>(weights + i * (dots ? KEYS / 2 : KEYS), row, dots);
+    }
+    store(totals, load(totals) * load(kept) + load(sums));
 }
 
 // Queries `[query, query + count)` of a sequence, and KV head `head`.
@@ -166,8 +185,9 @@ inline void attend_tile(
         pack_rows(pointers, rows_of(tile), a.k_dim, dots, space.queries + tile * TILE_ROWS * k_words);
     }
     for (int64_t row = 0; row < rows; row++) {
-        space.maxima[row] = sinks ? to_float(sinks[head * group + row % group]) : -INFINITY;
-        space.totals[row] = sinks ? 1.0f : 0.0f;
+        const int64_t at = row / TILE_ROWS * LANES + row % TILE_ROWS;
+        space.maxima[at] = sinks ? to_float(sinks[head * group + row % group]) : -INFINITY;
+        space.totals[at] = sinks ? 1.0f : 0.0f;
     }
     memset(space.sums, 0, sizeof(float) * rows * v_width);
 
@@ -201,49 +221,41 @@ inline void attend_tile(
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int num = rows_of(tile);
             float* sums = space.sums + tile * TILE_ROWS * v_width;
-            memset(space.scores, 0, sizeof(float) * TILE_ROWS * KEYS);
             // What lies in a panel beside keys that were packed has scores that are not used.
             const int first_panel = keys.first / PANEL, panels = (keys.end + PANEL - 1) / PANEL - first_panel;
             const int at_once = num <= PAIRED_ROWS && panels == 2 ? 2 : 1;
             ahead.begin(SCORED, panels / at_once);
             for (int panel = first_panel; panel < first_panel + panels; panel += at_once) {
                 ahead.step();
-                add_product(
+                multiply(
                     num, space.scores + panel * TILE_ROWS * PANEL, space.queries + tile * TILE_ROWS * k_words,
                     reinterpret_cast<const char*>(space.keys + panel * key_words * PANEL), kind, a.k_dim, dots,
                     at_once == 2 ? 4 * key_words * PANEL : 0);
             }
+            float kept[LANES];
             ahead.begin(SOFTENED, num);
-            for (int i = 0; i < num; i++) {
-                const int64_t row = tile * TILE_ROWS + i, at = start + row / group;
-                ahead.step();
-                Floats weights[KEYS / LANES];
-                float kept = soften(
-                    a, space.scores + i * PANEL, weights, base, a.window ? at - a.window + 1 : 0, at,
-                    space.maxima[row], space.totals[row]);
-                store_weights<T>(space.weights + i * (dots ? KEYS / 2 : KEYS), weights, dots);
-                if (kept == 1.0f) continue;
-                for (float* sum = sums + i * v_width; sum < sums + (i + 1) * v_width; sum += LANES)
-                    store(sum, load(sum) * kept);
-            }
+            soften<T>(
+                a, space.scores, num, base, start, tile * TILE_ROWS, space.maxima + tile * LANES,
+                space.totals + tile * LANES, space.weights, dots, kept, ahead);
             const int64_t passes = (a.v_dim + columns_at_once(num) - 1) / columns_at_once(num);
             ahead.begin(1.0f, passes * (keys.end - keys.first) / (dots ? 2 : 1));
             if (wide) {
-                add_weighted(num, sums, v_width, space.weights, InPlace<float>{values}, a.v_dim, ahead);
+                add_weighted(num, sums, v_width, kept, space.weights, InPlace<float>{values}, a.v_dim, ahead);
             } else if (!dots) {
-                add_weighted(num, sums, v_width, space.weights, InPlace<BFloat16>{values}, a.v_dim, ahead);
+                add_weighted(num, sums, v_width, kept, space.weights, InPlace<BFloat16>{values}, a.v_dim, ahead);
             } else {
 #if defined(__AVX512BF16__)
-                if (tiles > 1) add_weighted(num, sums, v_width, space.weights, pairs, a.v_dim, ahead);
-                else add_weighted(num, sums, v_width, space.weights, InRows(values), a.v_dim, ahead);
+                if (tiles > 1) add_weighted(num, sums, v_width, kept, space.weights, pairs, a.v_dim, ahead);
+                else add_weighted(num, sums, v_width, kept, space.weights, InRows(values), a.v_dim, ahead);
 #endif
             }
         }
     }
     for (int64_t row = 0; row < rows; row++) {
         T* to = out + (token + row / group) * out_stride + (head * group + row % group) * a.v_dim;
+        const float total = space.totals[row / TILE_ROWS * LANES + row % TILE_ROWS];
         for (int64_t d = 0; d < a.v_dim; d += LANES)
-            store(to + d, load(space.sums + row * v_width + d) / space.totals[row] * a.v_scale, a.v_dim - d);
+            store(to + d, load(space.sums + row * v_width + d) / total * a.v_scale, a.v_dim - d);
     }
 }
 

@@ -119,14 +119,17 @@ constexpr int ASKING_ROWS = 4;
 // ---- the sums of a tile --------------------------------------------------------------------------
 
 // Adds to `sums [P][TILE_ROWS][PANEL]` (S vectors of each panel, from `sums` on) the products of M `rows` and of P
-// panels, `bytes` apart.
+// panels, `bytes` apart. `anew`: to nothing, whatever `sums` holds.
 template <int M, int S, int P, class T>
-[[gnu::noinline]] void add_tile(float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
+[[gnu::noinline]] void add_tile(
+    float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps, bool anew) {
     constexpr int V = S * P;
     auto sums_of = [&](int m, int v) { return sums + (v / S * TILE_ROWS + m) * PANEL + v % S * LANES; };
     auto words_of = [&](const char* at, int v) { return at + v / S * bytes + v % S * 4 * LANES; };
     Floats acc[M][V];
-    unrolled<M>([&](auto m) INLINED { unrolled<V>([&](auto v) INLINED { acc[m][v] = load(sums_of(m, v)); }); });
+    unrolled<M>([&](auto m) INLINED {
+        unrolled<V>([&](auto v) INLINED { acc[m][v] = anew ? Floats{} : load(sums_of(m, v)); });
+    });
     if constexpr (std::is_same_v<T, Pairs>) {
 #if defined(__AVX512BF16__)
         const char* at = reinterpret_cast<const char*>(panel);
@@ -182,12 +185,13 @@ template <int M, int S, int P, class T>
 }
 
 template <int M, int P, class T>
-inline void add_panel(float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
+inline void add_panel(
+    float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps, bool anew) {
     constexpr int S = tile_vectors(M);
     for (int v = 0; v < PANEL / LANES; v += S) {
         constexpr int BYTES = std::is_same_v<T, int8_t> ? 1 : 4;  // of a column's share of a step: bf16 in pairs
         const char* at = reinterpret_cast<const char*>(panel) + v * LANES * BYTES;
-        add_tile<M, S, P>(sums + v * LANES, rows, reinterpret_cast<const T*>(at), bytes, steps);
+        add_tile<M, S, P>(sums + v * LANES, rows, reinterpret_cast<const T*>(at), bytes, steps, anew);
     }
 }
 
@@ -196,26 +200,28 @@ constexpr int PAIRED_ROWS = LANES == 16 ? 7 : 1;
 
 // `steps`: over k, in pairs for dot products.
 template <class T, int M, int P>
-inline void add_rows(int count, float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps) {
-    if (count == M) return add_panel<M, P>(sums, rows, panel, bytes, steps);
-    if constexpr (M > 1) add_rows<T, M - 1, P>(count, sums, rows, panel, bytes, steps);
+inline void add_rows(
+    int count, float* sums, const uint32_t* rows, const T* panel, int64_t bytes, int64_t steps, bool anew) {
+    if (count == M) return add_panel<M, P>(sums, rows, panel, bytes, steps, anew);
+    if constexpr (M > 1) add_rows<T, M - 1, P>(count, sums, rows, panel, bytes, steps, anew);
 }
 template <class T>
-inline void add_rows(int count, float* sums, const uint32_t* rows, const char* panel, int64_t steps, int64_t bytes) {
+inline void add_rows(
+    int count, float* sums, const uint32_t* rows, const char* panel, int64_t steps, int64_t bytes, bool anew) {
     auto* at = reinterpret_cast<const T*>(panel);
-    if (bytes) return add_rows<T, PAIRED_ROWS, 2>(count, sums, rows, at, bytes, steps);
-    add_rows<T, TILE_ROWS, 1>(count, sums, rows, at, bytes, steps);
+    if (bytes) return add_rows<T, PAIRED_ROWS, 2>(count, sums, rows, at, bytes, steps, anew);
+    add_rows<T, TILE_ROWS, 1>(count, sums, rows, at, bytes, steps, anew);
 }
 
-// Adds the product of `count` packed rows with a panel of `kind`; and with another, if it is given how many `bytes`
-// further that begins.
-inline void add_product(
+// The product of `count` packed rows with a panel of `kind`; and with another, if it is given how many `bytes` further
+// that begins.
+inline void multiply(
     int count, float* sums, const uint32_t* rows, const char* panel, int32_t kind, int64_t depth, bool dots,
     int64_t bytes = 0) {
-    if (dots) return add_rows<Pairs>(count, sums, rows, panel, (depth + 1) / 2, bytes);
-    if (kind == FLOAT32) return add_rows<float>(count, sums, rows, panel, depth, bytes);
-    if (kind == BFLOAT16) return add_rows<BFloat16>(count, sums, rows, panel, depth, bytes);
-    add_rows<int8_t>(count, sums, rows, panel, depth, bytes);
+    if (dots) return add_rows<Pairs>(count, sums, rows, panel, (depth + 1) / 2, bytes, true);
+    if (kind == FLOAT32) return add_rows<float>(count, sums, rows, panel, depth, bytes, true);
+    if (kind == BFLOAT16) return add_rows<BFloat16>(count, sums, rows, panel, depth, bytes, true);
+    add_rows<int8_t>(count, sums, rows, panel, depth, bytes, true);
 }
 
 // A panel of int8, from `panel` on, as fp32.
@@ -232,28 +238,29 @@ constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : 24);
 constexpr int64_t WIDE_DEPTH = LANES == 16 ? 512 : 128;
 constexpr int64_t WIDENING_TILES = 3;
 
-// Rows `x`, packed tile by tile, of one product.
+// Rows `x`, packed tile by tile, of one product. Tiles have as many rows as one another, or one more: the sums of a few
+// rows that are left over would wait for one another.
 struct PackedRows {
     std::vector<uint32_t> words;
-    int64_t count = 0, depth = 0;
+    int64_t count = 0, depth = 0, each = 0, more = 0;  // each tile's rows; how many tiles have one more
     bool dots = false;
 
     int64_t tiles() const { return (count + TILE_ROWS - 1) / TILE_ROWS; }
-    int rows_of(int64_t tile) const { return int(std::min<int64_t>(TILE_ROWS, count - tile * TILE_ROWS)); }
-    const uint32_t* at(int64_t tile) const {
-        return words.data() + tile * TILE_ROWS * packed_words(dots, depth);
-    }
+    int rows_of(int64_t tile) const { return int(each + (tile < more)); }
+    int64_t first_row(int64_t tile) const { return tile * each + std::min(tile, more); }
+    const uint32_t* at(int64_t tile) const { return words.data() + first_row(tile) * packed_words(dots, depth); }
 
     // `row(i)`: the i-th row.
     template <class T, class Row>
     void pack(Pool& pool, int64_t num_rows, int64_t width, bool by_dots, const Row& row) {
         count = num_rows, depth = width, dots = by_dots;
+        if (count) each = count / tiles(), more = count % tiles();
         size_t wanted = size_t(count) * packed_words(dots, depth);
         if (words.size() < wanted) words.resize(wanted);
         auto act = [&](int64_t tile) {
             const T* rows[TILE_ROWS];
-            for (int i = 0; i < rows_of(tile); i++) rows[i] = row(tile * TILE_ROWS + i);
-            uint32_t* to = words.data() + tile * TILE_ROWS * packed_words(dots, depth);
+            for (int i = 0; i < rows_of(tile); i++) rows[i] = row(first_row(tile) + i);
+            uint32_t* to = words.data() + first_row(tile) * packed_words(dots, depth);
             pack_rows(rows, rows_of(tile), depth, dots, to);
         };
         if (tiles() < 4) {
@@ -279,12 +286,11 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
     int64_t first = block * (BLOCK_ROWS / TILE_ROWS);
     int64_t end = std::min(x.tiles(), first + BLOCK_ROWS / TILE_ROWS);
     float* sums = scratch<Sums, float>(size_t(BLOCK_ROWS) * PANEL);
-    memset(sums, 0, sizeof(float) * (end - first) * num * TILE_ROWS * PANEL);
     const char* data = w.data + task * w.panel_bytes();
     auto of = [&](int64_t tile) { return sums + (tile - first) * TILE_ROWS * PANEL; };
     if (w.kind != INT8 || end - first < WIDENING_TILES) {
         for (int64_t tile = first; tile < end; tile++)
-            add_product(
+            multiply(
                 x.rows_of(tile), of(tile), x.at(tile), data, w.kind, x.depth, x.dots,
                 num == 2 ? apart * w.panel_bytes() : 0);
     } else {
@@ -295,7 +301,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
             for (int64_t tile = first; tile < end; tile++) {
                 int count = x.rows_of(tile);
                 const char* at = reinterpret_cast<const char*>(wide);
-                add_rows<float>(count, of(tile), x.at(tile) + k * count, at, depth, 0);
+                add_rows<float>(count, of(tile), x.at(tile) + k * count, at, depth, 0, k == 0);
             }
         }
     }
@@ -310,7 +316,7 @@ inline void panel_product(const PackedRows& x, int64_t block, const Weight& w, i
                     for (int v = 0; v < columns; v += LANES)
                         store(row + v, load(row + v) * load(scales + v, columns - v));
                 }
-                done(tile * TILE_ROWS + i, column, row, columns);
+                done(x.first_row(tile) + i, column, row, columns);
             }
         }
     }

@@ -180,10 +180,10 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to 2 ulp, after Cephes' expf; exactly 1 at 0, and 0 below the smallest normal number.
-[[gnu::always_inline]] inline Floats exp(Floats x) {
-    const Ints below = x < -87.3f;
-    x = x > 88.7f ? all(88.7f) : below ? all(-87.3f) : x;
+constexpr float LEAST_EXPONENT = -87.3f;  // e to it is the smallest normal number, about
+
+// e^x to 2 ulp, after Cephes' expf, for x between that and 88.7; exactly 1 at 0.
+[[gnu::always_inline]] inline Floats exp_in_range(Floats x) {
     const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     Floats n = (x * 1.44269504f + magic) - magic;
     Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -194,7 +194,17 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return below ? Floats{} : p * as<Floats>(power);
+    return p * as<Floats>(power);
+}
+// For any x; 0 below the smallest normal number.
+[[gnu::always_inline]] inline Floats exp(Floats x) {
+    const Ints below = x < LEAST_EXPONENT;
+    x = x > 88.7f ? all(88.7f) : below ? all(LEAST_EXPONENT) : x;
+    return below ? Floats{} : exp_in_range(x);
+}
+// For x of at most 0.
+[[gnu::always_inline]] inline Floats exp_of_negative(Floats x) {
+    return x < LEAST_EXPONENT ? Floats{} : exp_in_range(x);
 }
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
