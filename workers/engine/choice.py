@@ -66,17 +66,11 @@ class Choice:
         for w, over in zip(work, ended, strict=True):
             if not w.samples:
                 continue
+            first = num_sampling
+            num_sampling += 1 if w.draft is None else 1 + len(w.draft.tokens)
             if not over:
-                logit_rows.append(num_sampling)
-                turns.append(w.turn)
-            num_sampling += 1
-            if w.draft is not None:
-                if not over:
-                    for prefix in w.draft.prefixes():
-                        self._places.drafted[len(turns)] = prefix
-                        logit_rows.append(num_sampling + len(prefix) - 1)
-                        turns.append(w.turn)
-                num_sampling += len(w.draft.tokens)
+                logit_rows += range(first, num_sampling)
+                self._places.add(w.turn, w.draft.tokens if w.draft is not None else None)
         self._restricted = restrictions(self._places, masks)
         self._all_live = len(turns) == num_sampling
         self._scored: list[tuple[int, Work]] = []
@@ -167,13 +161,16 @@ class Choice:
             result.input_logprobs[w.turn.turn_id] = [next_row() for _ in w.scored]
         return result
 
-    def _give_tokens(self, chosen: Sequence[int], result: StepResult) -> None:
-        turns = self._places.turns
-        if self._places.drafted:
-            for turn, token in zip(turns, chosen, strict=True):
-                result.tokens.setdefault(turn.turn_id, []).append(token)
-        else:
+    def _give_tokens(self, chosen: list[int], result: StepResult) -> None:
+        turns, drafts = self._places.turns, self._places.drafts
+        if not drafts:
             result.tokens = {turn.turn_id: [token] for turn, token in zip(turns, chosen, strict=True)}
+            return
+        at = 0
+        while at < len(turns):
+            end = at + 1 + len(drafts.get(turns[at], ()))
+            result.tokens[turns[at].turn_id] = chosen[at:end]
+            at = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +189,7 @@ def restrictions(places: Places, masks: Mapping[str, Sequence[bytes]]) -> Restri
     restricted = Restrictions()
     if not masks and not any([turn.params.min_tokens for turn in places.turns]):
         return restricted
-    for i, turn in enumerate(places.turns):
-        num_drafted = len(places.drafted.get(i, ()))
+    for i, (turn, num_drafted) in enumerate(zip(places.turns, places.num_drafted, strict=True)):
         if turn.turn_id in masks:
             restricted.masks[i] = masks[turn.turn_id][num_drafted]
         if turn.params.min_tokens and (banned := turn.banned_tokens(num_drafted)):

@@ -96,8 +96,9 @@ class DraftModel:
         logits = self._known(batch, jobs)
         while drafting:
             assert logits is not None
-            drafted = {i: drafts[job.turn.turn_id][:] for i, job in enumerate(drafting)}
-            places = Places([job.turn for job in drafting], drafted)
+            turns = [job.turn for job in drafting]
+            so_far = {turn: drafts[turn.turn_id] for turn in turns}
+            places = Places(turns, [len(draft) for draft in so_far.values()], so_far)
             chosen = sample(logits, places, restrictions(places, {}), counts, self._sampling).tolist()
             batch, went_on = Batch(), array("i")
             for i, (job, token) in enumerate(zip(drafting, chosen, strict=True)):

@@ -23,6 +23,8 @@ from workers.kernels.sampling import TORCH_SAMPLING, Sampling
 from workers.kernels.upload import upload_parts
 from workers.scheduling import SamplingParams, Turn
 
+NO_TOKENS = array("i")
+
 
 @dataclass(slots=True)
 class Restrictions:
@@ -36,23 +38,37 @@ class Restrictions:
 
 @dataclass(slots=True)
 class Places:
-    """Where tokens are chosen, a row each: after a turn's tokens, and after those of its draft up to there."""
+    """Where tokens are chosen, a row each: after a turn's tokens, and after each token of its draft."""
 
     turns: list[Turn] = field(default_factory=list)
-    drafted: dict[int, array[int]] = field(default_factory=dict)
-    """By row, if there are any."""
+    num_drafted: list[int] = field(default_factory=list)
+    """By row, how many of the draft's tokens come before it. Default: none anywhere."""
+    drafts: dict[Turn, array[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_drafted = self.num_drafted or [0] * len(self.turns)
 
     def __len__(self) -> int:
         return len(self.turns)
 
-    def position(self, row: int) -> int:
-        """How many tokens come before the row's."""
-        return len(self.turns[row].tokens) + len(self.drafted.get(row, ()))
+    def add(self, turn: Turn, draft: array[int] | None) -> None:
+        """A turn's places, one after another."""
+        if draft is None:
+            self.turns.append(turn)
+            self.num_drafted.append(0)
+            return
+        self.turns += [turn] * (len(draft) + 1)
+        self.num_drafted += range(len(draft) + 1)
+        self.drafts[turn] = draft
+
+    def drafted(self, row: int) -> array[int]:
+        """The draft's tokens that come before the row's."""
+        count = self.num_drafted[row]
+        return self.drafts[self.turns[row]][:count] if count else NO_TOKENS
 
     def of(self, rows: Sequence[int]) -> Places:
         """Some of them."""
-        drafted = {i: self.drafted[row] for i, row in enumerate(rows) if row in self.drafted}
-        return Places([self.turns[row] for row in rows], drafted)
+        return Places([self.turns[row] for row in rows], [self.num_drafted[row] for row in rows], self.drafts)
 
 
 def sample(
@@ -98,7 +114,7 @@ def _bias(logits: Tensor, params: Sequence[SamplingParams], banned: Mapping[int,
 def _penalize(logits: Tensor, places: Places, penalized: Sequence[int], counts: PenaltyCounts) -> None:
     turns = [places.turns[i] for i in penalized]
     count_rows, new = counts.rows_of(turns)
-    drafted = [(row, token) for row, i in enumerate(penalized) for token in places.drafted.get(i, ())]
+    drafted = [(row, token) for row, i in enumerate(penalized) for token in places.drafted(i)]
     pairs = ([pair[i] for pair in drafted] for i in (0, 1))
     ints = [array("i", part) for part in (penalized, count_rows, *pairs)]
     ints += [new.rows, new.tokens, new.is_output]
@@ -121,7 +137,8 @@ def _mask(logits: Tensor, masks: Mapping[int, bytes], sampling: Sampling) -> Non
 def _draw(logits: Tensor, places: Places, sampling: Sampling) -> Tensor:
     """A token for each of these places, all of which have a temperature."""
     params = [turn.params for turn in places.turns]
-    keys = mixing_keys([(p.seed, places.position(row)) for row, p in enumerate(params)])
+    rows = zip(places.turns, places.num_drafted, strict=True)
+    keys = mixing_keys([(turn.params.seed, len(turn.tokens) + num_drafted) for turn, num_drafted in rows])
     parts: list[array[Any]] = [keys, array("f", [p.temperature for p in params])]
     if not any([p.filtered for p in params]):
         keys_at, temperature = upload_parts(parts, logits.device)

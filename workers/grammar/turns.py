@@ -105,15 +105,18 @@ class TurnGrammars:
         """By id of each turn that has a grammar: its allowed tokens, a bit each, after its last token and after each
         of its draft's. Computed beside the forward pass.
         """
-        wanted = [
-            (w.turn.turn_id, self._matchers[w.turn.turn_id], w.draft.tokens if w.draft is not None else NO_TOKENS,
-             self.forced.get(w.turn, NO_TOKENS))
+        wanted = {
+            w.turn.turn_id: (
+                self._matchers[w.turn.turn_id],
+                w.draft.tokens if w.draft is not None else NO_TOKENS,
+                self.forced.get(w.turn, NO_TOKENS),
+            )
             for w in work
             if w.turn.turn_id in self._matchers
-        ]  # fmt: skip
+        }
         if not wanted:
             return None
-        return self._masking.submit(lambda: {turn_id: self._masks(*of_turn) for turn_id, *of_turn in wanted})
+        return self._masking.submit(lambda: {turn_id: self._masks(*of_turn) for turn_id, of_turn in wanted.items()})
 
     def _masks(self, matcher: Matcher, draft: array[int], forced: array[int]) -> list[bytes]:
         """The masks before each token of a draft, which the grammar allows, and after it. ``forced`` comes next."""

@@ -49,10 +49,6 @@ class Draft(NamedTuple):
         """Its first tokens, at most ``count``."""
         return self if count >= len(self.tokens) else Draft(self.tokens[:count], self.source)
 
-    def prefixes(self) -> list[array[int]]:
-        """Its beginnings, from the first token alone to all of it."""
-        return [self.tokens[:n] for n in range(1, len(self.tokens) + 1)]
-
     def accepted(self, samples: Sequence[int]) -> int:
         """How many of its tokens are right, given what was chosen in their places."""
         for i, (token, sample) in enumerate(zip(self.tokens, samples, strict=False)):
