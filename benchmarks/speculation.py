@@ -19,7 +19,7 @@ import random
 import re
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +35,8 @@ from workers.scheduling import Draft, Grammar, SamplingParams, Turn
 
 CONFIG = EngineConfig(max_total_tokens=65_536, max_running_requests=32, num_threads=2, overlap_schedule=False)
 ROUNDS, BATCHES = 7, (1, 4, 16)
+SESSIONS = 4
+"""At least, in a run: an engine's first steps find the caches full of what the one before it computed."""
 WIDE, WIDE_ROUNDS, WIDE_BATCHES = 24_576, 3, (1, 4)
 """Neurons: 150 MB of weights in bf16. Steps take twenty times as long."""
 OUTPUT, TURNS = 240, 4
@@ -66,7 +68,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, algorithm: str = "NONE") -> None:
         self.leader = Leader(replace(config, speculative_algorithm=algorithm), self._take, self._fail)
-        self.by_place: Counter[tuple[int, bool]] = Counter()
+        self.verified: list[tuple[int, int]] = []
         self.outputs: dict[str, list[int]] = {}
         """Of sessions' last turns."""
         self._live: dict[str, Session] = {}
@@ -136,18 +138,18 @@ class Engine:
         self._do_commands()
 
 
-def count_places(engine: Engine) -> None:
-    """Count each drafted token by its place in the draft, and whether it was accepted."""
+def note_drafts(engine: Engine) -> None:
+    """Keep how long each verified draft was, and how much of it was accepted."""
     speculation = engine.leader.drafts.speculation
     assert speculation is not None
     receive = speculation.receive
 
-    def counted(turn: Turn, draft: Draft | None, num_accepted: int) -> None:
+    def noted(turn: Turn, draft: Draft | None, num_accepted: int) -> None:
         if draft is not None:
-            engine.by_place.update((i, i < num_accepted) for i in range(len(draft.tokens)))
+            engine.verified.append((len(draft.tokens), num_accepted))
         receive(turn, draft, num_accepted)
 
-    speculation.receive = counted  # type: ignore[method-assign]
+    speculation.receive = noted  # type: ignore[method-assign]
 
 
 class Agents:
@@ -158,9 +160,9 @@ class Agents:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def sessions(self, batch: int, seed: int) -> list[Session]:
+    def sessions(self, count: int, seed: int) -> list[Session]:
         rng = random.Random(seed)
-        return [Session(f"agent-{i}", [self._turn(rng) for _ in range(TURNS)]) for i in range(batch)]
+        return [Session(f"agent-{i}", [self._turn(rng) for _ in range(TURNS)]) for i in range(count)]
 
     def _turn(self, rng: random.Random) -> Request:
         lines = [
@@ -185,14 +187,14 @@ class Edits:
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._tokenizer, self._plain = tokenizer, Engine(config)
 
-    def sessions(self, batch: int, seed: int) -> list[Session]:
+    def sessions(self, count: int, seed: int) -> list[Session]:
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0.7)
         requests = [
             Request(self._tokenizer.encode(rng.choice(PROMPTS)).ids, replace(params, seed=rng.randrange(10**6)))
-            for _ in range(TURNS * batch)
+            for _ in range(TURNS * count)
         ]
-        self._plain.run([Session(str(i), [request]) for i, request in enumerate(requests)], batch)
+        self._plain.run([Session(str(i), [request]) for i, request in enumerate(requests)], count)
         self._plain.forget()
         before = [self._before(rng, self._plain.outputs[str(i)]) for i in range(len(requests))]
         return [
@@ -223,11 +225,11 @@ class FreeText:
         self.name = f"free text at temperature {temperature:g}"
         self._tokenizer, self._temperature = tokenizer, temperature
 
-    def sessions(self, batch: int, seed: int) -> list[Session]:
+    def sessions(self, count: int, seed: int) -> list[Session]:
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=self._temperature)
         texts = []
-        for i in range(TURNS * batch):
+        for i in range(TURNS * count):
             tokens = self._tokenizer.encode(rng.choice(PROMPTS)).ids + rng.choices(range(100, 2000), k=3)
             texts.append(Session(f"free-{i}", [Request(tokens, replace(params, seed=rng.randrange(10**6)))]))
         return texts
@@ -237,15 +239,15 @@ def acceptance(engine: Engine) -> dict[str, float]:
     """The share of accepted tokens by their place in a draft."""
     figures = {}
     for first, last in ((0, 0), (1, 1), (2, 3), (4, 7), (8, 15)):
-        places = range(first, last + 1)
-        accepted, missed = (sum(engine.by_place[i, held] for i in places) for held in (True, False))
-        if accepted + missed:
-            figures[f"{first + 1} to {last + 1}"] = round(accepted / (accepted + missed), 2)
+        places = [(i, accepted) for size, accepted in engine.verified for i in range(first, min(last + 1, size))]
+        if places:
+            share = sum(i < accepted for i, accepted in places) / len(places)
+            figures[f"{first + 1} to {last + 1}"] = round(share, 2)
     return figures
 
 
-def measure(config: EngineConfig, rounds: int, batches: Sequence[int]) -> dict[str, Any]:
-    """The figures of a model, by workload."""
+def measure(config: EngineConfig, rounds: int, batches: Sequence[int], num_sessions: int) -> dict[str, Any]:
+    """The figures of a model, by workload. ``num_sessions``: of a run, at least."""
     tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     workloads: list[Any] = [
         Agents(tokenizer), Edits(tokenizer, config), Unchanged(tokenizer, config),
@@ -257,12 +259,12 @@ def measure(config: EngineConfig, rounds: int, batches: Sequence[int]) -> dict[s
         for batch in batches:
             engines = Engine(config), Engine(config, "NGRAM"), Engine(config)
             drafting = engines[1]
-            count_places(drafting)
+            note_drafts(drafting)
             gc.collect()
             gc.freeze()  # as a rank does when it has started
             ratios, of_plain = list[float](), list[float]()
             for number in range(rounds + 1):
-                sessions = workload.sessions(batch, number)
+                sessions = workload.sessions(max(batch, num_sessions), number)
                 rates = [engine.run(sessions, batch) for engine in engines]
                 for engine in engines:
                     engine.forget()
@@ -286,10 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wide", action="store_true", help="a model that is read from memory")
     if not parser.parse_args().wide:
-        save("speculation", measure(CONFIG, ROUNDS, BATCHES))
+        save("speculation", measure(CONFIG, ROUNDS, BATCHES, SESSIONS))
         return
     with wide_model(WIDE) as model:
-        save("speculation-wide", measure(replace(CONFIG, model=model, dtype="bfloat16"), WIDE_ROUNDS, WIDE_BATCHES))
+        config = replace(CONFIG, model=model, dtype="bfloat16")
+        save("speculation-wide", measure(config, WIDE_ROUNDS, WIDE_BATCHES, 1))
 
 
 if __name__ == "__main__":
