@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 import workers.grammar.turns
 from tests.workers.engine import SMALL, Engine, eager
 from tests.workers.groups import GroupEngine
-from tests.workers.test_grammars import params, prompt, submit, text_of
-from workers.scheduling import Draft, SamplingParams, Turn
+from tests.workers.test_grammars import COMPILER, params, prompt, submit, text_of
+from workers.grammar.turns import TurnGrammars
+from workers.scheduling import Draft, SamplingParams, Turn, Work
 
 NAMES = ("temperature_of_the_room", "name_of_the_location", "was_measured_by_hand")
 SCHEMA = {
@@ -114,3 +117,52 @@ def test_a_lookup_that_has_all_that_is_forced_continues_it(right: bool) -> None:
     assert said(engine)[0] == output
     assert (counts(engine)[0] == 0) == right
     assert (counts(engine, "ngram")[1] > 20) == right
+
+
+def allowed(mask: bytes) -> list[int]:
+    return [token for token in range(min(2048, 8 * len(mask))) if mask[token // 8] >> token % 8 & 1]
+
+
+def drafts(turn: Turn, forced: list[int], followed: TurnGrammars, rng: random.Random) -> list[tuple[str, list[int]]]:
+    """Drafts that the grammar allows: what is forced, a part, more than that, and tokens that leave it."""
+    part = forced[: rng.randrange(len(forced) + 1)]
+    wanted = [("part", part), ("all", forced)]
+    for kind, begun in (("other tokens for the same text", part), ("beyond", forced)):
+        fitting = [token for token in range(5, 2048) if followed.allowed(turn, array("i", [*begun, token])) > len(begun)]
+        if rest := [token for token in fitting if [*begun, token] != forced[: len(begun) + 1]]:
+            wanted.append((kind, [*begun, rng.choice(rest)]))
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "given",
+    [FORCED, params("regex", "[ab]+(one of|two of) the many words, and then a few[0-9]+ more of them[ab]*")],
+    ids=["schema", "regex"],
+)
+def test_masks_are_those_of_a_matcher_that_looks_at_nothing_ahead(given: SamplingParams) -> None:
+    assert given.grammar is not None
+    rng, seen = random.Random(5), Counter[str]()
+    turn = Turn("t", "s", "", array("i", [5, 6]), 2, 0, given)
+    looking, plain = TurnGrammars(COMPILER), TurnGrammars(COMPILER)
+    looking.looks_ahead = True
+    for grammars in (looking, plain):
+        grammars.begin(turn, COMPILER.compile(given.grammar))
+    try:
+        for _ in range(80):
+            forced = looking.forced.get(turn, array("i")).tolist()
+            for kind, draft in drafts(turn, forced, looking, rng):
+                work = Work(turn, 0, 0, 1, True, Draft(array("i", draft)) if draft else None)
+                masks = [grammars.masks([work]) for grammars in (looking, plain)]
+                of_both = [[allowed(mask) for mask in of.result()["t"]] for of in masks if of is not None]
+                assert of_both[0] == of_both[1] and len(of_both[0]) == len(draft) + 1, (kind, draft, forced)
+                seen[kind] += bool(forced)
+            choices = [token for token in of_both[0][0] if token not in (0, 4)]
+            if not choices:
+                break
+            turn.tokens.append(rng.choice(choices))
+            looking.push(turn)
+            plain.push(turn)
+    finally:
+        looking.close()
+        plain.close()
+    assert min(seen[kind] for kind in ("part", "all", "other tokens for the same text", "beyond")) > 2, seen
