@@ -42,6 +42,14 @@ def test_a_draw_equals_the_reference(sampling: CpuSampling, vocab_size: int, sca
     assert torch.equal(got[3:4], sampling.draw(logits[3:4], temperature[3:4], keys[6:8])), "alone or in a batch"
 
 
+@pytest.mark.parametrize("temperature", [1e-42, 1e-38, 1e-6, 1e3, 1e38])
+def test_a_draw_at_any_temperature_equals_the_reference(sampling: CpuSampling, temperature: float) -> None:
+    keys = torch.frombuffer(mixing_keys([(i, 5) for i in range(50)]), dtype=torch.int32)
+    logits, temperatures = random_logits(50, 2050, 8.0), torch.full((50,), temperature)
+    expected = TORCH_SAMPLING.draw(logits.clone(), temperatures, keys)
+    assert torch.equal(sampling.draw(logits, temperatures, keys), expected)
+
+
 @VOCAB_SIZES
 @pytest.mark.parametrize("scale", [0.0, 8.0])
 def test_the_likeliest_is_the_first_of_equal_ones(sampling: CpuSampling, vocab_size: int, scale: float) -> None:

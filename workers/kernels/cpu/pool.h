@@ -2,8 +2,8 @@
 //
 // Each thread has a range of the tasks, so that it reads one stretch of memory: wherever it goes on elsewhere, the
 // CPU's prefetchers begin anew. A thread that is done takes tasks from the ends of other ranges. So the calling thread
-// works too and never waits for a thread that has not begun: a busy machine costs no more than its share. Threads spin
-// for a moment after a job, as the next is near, and then sleep.
+// works too and never waits for a thread that has not begun: a busy machine costs no more than its share. Threads wait
+// actively for a moment after a job, as the next is near, and then sleep.
 #pragma once
 
 #include <atomic>
@@ -48,7 +48,9 @@ class Pool {
     }
 
   private:
-    static constexpr auto SPIN = std::chrono::microseconds(50);
+    // Since its last job a thread spins for so long, and then yields to whoever wants its core for so long: to wake one
+    // that sleeps takes tens of microseconds, a good part of a small model's step.
+    static constexpr auto SPIN = std::chrono::microseconds(50), YIELD = std::chrono::microseconds(250);
 
     static void pause() {
 #if defined(__x86_64__)
@@ -105,16 +107,20 @@ class Pool {
 
     // The number of an open job other than `done`.
     uint32_t await(uint32_t done) {
-        auto until = std::chrono::steady_clock::now() + SPIN;
+        auto began = std::chrono::steady_clock::now();
+        bool yields = false;
         for (int spins = 1;; spins++) {
             uint32_t job = job_.load();
             if (ending_ || (job % 2 == 1 && job != done)) return job;
-            pause();
-            if (spins % 64 || std::chrono::steady_clock::now() < until) continue;
+            yields ? std::this_thread::yield() : pause();
+            if (spins % 64) continue;
+            const auto waited = std::chrono::steady_clock::now() - began;
+            yields = waited >= SPIN;
+            if (waited < YIELD) continue;
             asleep_.fetch_add(1);
             job_.wait(job);
             asleep_.fetch_sub(1);
-            until = std::chrono::steady_clock::now() + SPIN;
+            began = std::chrono::steady_clock::now(), yields = false;
         }
     }
 

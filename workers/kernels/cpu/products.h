@@ -67,29 +67,23 @@ inline bool by_dots(int32_t kind) {
 
 inline int64_t packed_words(bool dots, int64_t depth) { return dots ? (depth + 1) / 2 : depth; }
 
-// A row's words from `k` on, LANES of them.
-template <class T>
-inline const char* words_of_row(const T* row, int64_t k, bool dots, uint32_t* widened) {
-    if (std::is_same_v<T, float>) return reinterpret_cast<const char*>(row + k);
-    if (dots) return reinterpret_cast<const char*>(row + 2 * k);
-    store(reinterpret_cast<float*>(widened), load(row + k));
-    return reinterpret_cast<const char*>(widened);
-}
-
 // `count` rows as words by k: `to[k * count + row]`.
 template <class T>
 inline void pack_rows(const T* const* rows, int count, int64_t depth, bool dots, uint32_t* to) {
     const int64_t num_words = packed_words(dots, depth), whole = dots ? depth / 2 : depth;
     int64_t first = 0;
     if (count > LANES / 4) {
-        // By squares, whose rows are stored whole: what is too much is overwritten by the next. So the last are not.
+        const bool in_words = dots || std::is_same_v<T, float>;
+        float widened[LANES * LANES];
+        const char* from[LANES];
+        for (int row = 0; row < LANES; row++)
+            from[row] = in_words ? reinterpret_cast<const char*>(rows[std::min(row, count - 1)])
+                                 : reinterpret_cast<const char*>(widened + row * LANES);
+        // By squares, whose rows are stored whole. What is too much of the last must fit too.
         for (; first + LANES <= whole && (first + LANES - 1) * count + LANES <= num_words * count; first += LANES) {
-            uint32_t square[LANES * LANES], wide[LANES * LANES];
-            const char* from[LANES];
-            for (int row = 0; row < LANES; row++)
-                from[row] = words_of_row(rows[std::min(row, count - 1)], first, dots, wide + row * LANES);
-            transpose(from, 0, square, LANES);
-            for (int k = 0; k < LANES; k++) memcpy(to + (first + k) * count, square + k * LANES, 4 * LANES);
+            if (!in_words)
+                for (int row = 0; row < count; row++) store(widened + row * LANES, load(rows[row] + first));
+            transpose(from, in_words ? 4 * first : 0, to + first * count, count);
         }
     }
     for (int row = 0; row < count; row++) {

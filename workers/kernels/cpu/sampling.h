@@ -115,16 +115,18 @@ inline Largest drawn_of(
     Floats highest = all(-INFINITY);
     for (int64_t first = begin; first < end; first += LANES) highest = larger(logits_at(logits, first, end), highest);
     float reached = largest(highest) / temperature + LEAST_NOISE;
+    const float inverse = 1.0f / temperature;
     LargestOfLanes found(lanes_from(begin));
     for (int64_t first = begin; first < end; first += LANES) {
-        const Floats given = logits_at(logits, first, end) / temperature;
+        const Floats of_tokens = logits_at(logits, first, end);
         const Words tokens = lanes_from(first), bits = random(tokens);
-        // The margin is for the roundings of sums and of the exponential.
+        // The margin is for the roundings of products and sums.
         const float margin = 1e-3f + 1e-6f * std::fabs(reached);
         const Floats left = __builtin_convertvector(as<Ints>(~bits >> 1), Floats) * 0x1p-31f;
-        const Ints out = left > exp(given - reached + margin);
+        const Floats beyond = of_tokens * inverse - reached + margin;
+        const Ints out = (left > exp_limit(beyond)) & (beyond == beyond);
         if (every(out)) continue;
-        const Floats sum = noisy(given, bits);
+        const Floats sum = noisy(of_tokens / temperature, bits);
         reached = std::max(reached, largest(sum));
         found.take(sum, tokens);
     }

@@ -78,7 +78,10 @@ inline Halves narrowed(Words words) {
 #endif
 }
 
-inline Floats load(const float* at) { return read<Floats>(at); }
+// Anywhere in memory. What is read with memcpy and written with it, compilers copy word by word.
+typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+inline Floats load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 inline Floats load(const BFloat16* at) { return as<Floats>(widened(read<Halves>(at)) << 16); }
 inline Floats load(const int8_t* at) {
 #if defined(__AVX512F__)
@@ -90,7 +93,7 @@ inline Floats load(const int8_t* at) {
 #endif
 }
 
-inline void store(float* at, Floats value) { memcpy(at, &value, sizeof value); }
+inline void store(float* at, Floats value) { *reinterpret_cast<Unaligned*>(at) = value; }
 inline void store(BFloat16* at, Floats value) {
     // To the nearest, ties to even; NaN stays NaN.
     Words bits = as<Words>(value);
@@ -206,10 +209,17 @@ constexpr float LEAST_EXPONENT = -87.3f;  // e to it is the smallest normal numb
 [[gnu::always_inline]] inline Floats exp_of_negative(Floats x) {
     return x < LEAST_EXPONENT ? Floats{} : exp_in_range(x);
 }
+// At least e^x or 1, whatever is less, and at most 1.07 times that: lines between powers of two (Schraudolph, 1999).
+// Not for NaN.
+[[gnu::always_inline]] inline Floats exp_limit(Floats x) {
+    x = x > 0.0f ? Floats{} : x < LEAST_EXPONENT ? all(LEAST_EXPONENT) : x;
+    return as<Floats>(__builtin_convertvector(x * 12102203.2f + 1065353216.0f, Ints));
+}
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-// LANES rows of as many words, from byte `offset` on, as columns `to_stride` words apart.
+// LANES rows of as many words, from byte `offset` on, as columns `to_stride` words apart. Stored in order: with a smaller
+// stride than LANES, what is too much of one is overwritten by the next.
 inline void transpose(const char* const* rows, long offset, uint32_t* to, long to_stride) {
 #if defined(__AVX512F__)
     __m512i a[16], b[16];
@@ -230,12 +240,9 @@ inline void transpose(const char* const* rows, long offset, uint32_t* to, long t
         b[8 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
         b[12 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
     }
-    for (int i = 0; i < 4; i++) {
-        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88));
+    for (int i = 0; i < 8; i++) _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88));
+    for (int i = 0; i < 8; i++)
         _mm512_storeu_si512(to + (8 + i) * to_stride, _mm512_shuffle_i32x4(b[i], b[8 + i], 0xDD));
-        _mm512_storeu_si512(to + (4 + i) * to_stride, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88));
-        _mm512_storeu_si512(to + (12 + i) * to_stride, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xDD));
-    }
 #elif defined(__AVX2__)
     __m256i a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = read<__m256i>(rows[i] + offset);
@@ -249,15 +256,14 @@ inline void transpose(const char* const* rows, long offset, uint32_t* to, long t
         a[4 * i + 2] = _mm256_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
         a[4 * i + 3] = _mm256_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
     }
-    for (int i = 0; i < 4; i++) {
-        __m256i low = _mm256_permute2x128_si256(a[i], a[4 + i], 0x20);
-        __m256i high = _mm256_permute2x128_si256(a[i], a[4 + i], 0x31);
-        memcpy(to + i * to_stride, &low, sizeof low);
-        memcpy(to + (4 + i) * to_stride, &high, sizeof high);
+    for (int i = 0; i < 8; i++) {
+        __m256i column = i < 4 ? _mm256_permute2x128_si256(a[i], a[4 + i], 0x20)
+                               : _mm256_permute2x128_si256(a[i - 4], a[i], 0x31);
+        memcpy(to + i * to_stride, &column, sizeof column);
     }
 #else
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) to[j * to_stride + i] = read<uint32_t>(rows[i] + offset + 4 * j);
+    for (int j = 0; j < LANES; j++)
+        for (int i = 0; i < LANES; i++) to[j * to_stride + i] = read<uint32_t>(rows[i] + offset + 4 * j);
 #endif
 }
 
