@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 from cluster.leadership import Leadership
@@ -26,14 +26,14 @@ from tests.simulation.components import Worker
 from tests.simulation.disk import SimulatedJournal
 from tests.simulation.model import SimulatedRank
 from tests.simulation.run import run_seed
-from workers.engine.receiving import Receiver
+from workers.engine.outputs import Outputs
 from workers.engine.step_log import LogWriter
 from workers.grammar.turns import TurnGrammars
 from workers.kv import SessionCache
 from workers.kv.digest import StateDigest
 from workers.kv.page_events import PageEvents
 from workers.kv.slot import Slot
-from workers.scheduling import Draft, Turn, Work
+from workers.scheduling import Draft, Finish, Turn, Work
 from workers.scheduling.model_speculation import HeadSpeculation
 from workers.serving import page_copies
 from workers.serving.page_copies import PageCopies
@@ -43,7 +43,7 @@ from workers.store.segments import Segments
 
 _fenced, _resume, _roll_back = SqliteStore._fenced, Gateway.resume, Settler.roll_back
 _fork = SessionCache.fork
-_accepted, _end_of = Draft.accepted, Receiver._end_of
+_accepted, _receive = Draft.accepted, Outputs.receive
 _index_full_pages = SessionCache._index_full_pages
 _missing = HeadSpeculation._missing
 _reuse_after = PageCopies._reuse_after
@@ -119,14 +119,19 @@ def _reuse_after_success(self: PageCopies, done: Future[Any], buffer: bytearray)
         _reuse_after(self, done, buffer)
 
 
-def _end_a_token_late(self: Receiver, turn: Turn) -> Any:
-    end = _end_of(self, turn)
-    if end is None:
-        return self.__dict__.setdefault("late", {}).pop(turn, None)
-    if turn not in self.__dict__.setdefault("late", {}):
-        self.__dict__["late"][turn] = end
-        return None
-    return end
+def _end_a_token_late(self: Outputs, turn: Turn, tokens: Sequence[int]) -> Finish | None:
+    late, length = self.__dict__.setdefault("late", {}), len(turn.tokens)
+    if turn in late:
+        turn.tokens.append(tokens[0])
+        return cast(Finish, late.pop(turn))
+    finish = _receive(self, turn, tokens)
+    num_received = len(turn.tokens) - length
+    if finish is not None and num_received < len(tokens):
+        turn.tokens.append(tokens[num_received])
+        return finish
+    if finish is not None:
+        late[turn] = finish
+    return None
 
 
 def _before_its_state(self: HeadSpeculation, work: Work, drafting: Any) -> tuple[int, int]:
@@ -211,7 +216,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "a draft is committed before it is verified": lambda: mock.patch.object(
         Work, "num_known", property(lambda self: self.count)
     ),
-    "a turn ends a token after its end": lambda: mock.patch.object(Receiver, "_end_of", _end_a_token_late),
+    "a turn ends a token after its end": lambda: mock.patch.object(Outputs, "receive", _end_a_token_late),
     "a drained worker is ended before its sessions have moved": lambda: mock.patch.object(
         Migrator, "_migrate_all", _migrate_none
     ),

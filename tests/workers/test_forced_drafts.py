@@ -128,7 +128,9 @@ def drafts(turn: Turn, forced: list[int], followed: TurnGrammars, rng: random.Ra
     part = forced[: rng.randrange(len(forced) + 1)]
     wanted = [("part", part), ("all", forced)]
     for kind, begun in (("other tokens for the same text", part), ("beyond", forced)):
-        fitting = [token for token in range(5, 2048) if followed.allowed(turn, array("i", [*begun, token])) > len(begun)]
+        fitting = [
+            token for token in range(5, 2048) if followed.allowed(turn, array("i", [*begun, token])) > len(begun)
+        ]
         if rest := [token for token in fitting if [*begun, token] != forced[: len(begun) + 1]]:
             wanted.append((kind, [*begun, rng.choice(rest)]))
     return wanted

@@ -139,7 +139,7 @@ def test_counts_that_are_kept_are_those_that_are_counted_afresh() -> None:
         tokens = sample(ours, Places(list(some)), Restrictions(), kept).tolist()
         assert tokens == sampled(theirs, some) and torch.equal(ours, theirs)
         for turn, token in zip(some, tokens, strict=True):
-            turn.receive(token)
+            turn.receive([token])
             turn.ended = rng.random() < 0.1
     assert len(kept._seen) <= 24, "as many rows as turns, by powers of two"
 

@@ -85,7 +85,7 @@ class Played:
             turn = work.turn
             if work.samples and not turn.ended:
                 assert turn.in_flight, "each token is received once"
-                turn.receive(sum(turn.tokens) % 5)
+                turn.receive([sum(turn.tokens) % 5])
                 if turn.finish_by_token():
                     self.scheduler.finish(turn, Outcome.COMPLETED)
 

@@ -80,7 +80,9 @@ class Choice:
                 if not over:
                     self._scored.append((first, w))
                 first += len(w.scored)
-        self._with_logprobs = [i for i, turn in enumerate(turns) if turn.params.num_logprobs >= 0]
+        self._with_logprobs: list[int] = []
+        if any([params.num_logprobs >= 0 for params in self._places.params_of_turns]):
+            self._with_logprobs = [i for i, turn in enumerate(turns) if turn.params.num_logprobs >= 0]
         of_rows = [turns[i] for i in self._with_logprobs]
         of_rows += [w.turn for _, w in self._scored for _ in w.scored]
         self._row_turns = of_rows
@@ -187,7 +189,7 @@ class PendingChoice:
 def restrictions(places: Places, masks: Mapping[str, Sequence[bytes]]) -> Restrictions:
     """What may not be chosen at these places. ``masks``: see ``TurnGrammars.masks``."""
     restricted = Restrictions()
-    if not masks and not any([turn.params.min_tokens for turn in places.turns]):
+    if not masks and not any([params.min_tokens for params in places.params_of_turns]):
         return restricted
     for i, (turn, num_drafted) in enumerate(zip(places.turns, places.num_drafted, strict=True)):
         if turn.turn_id in masks:

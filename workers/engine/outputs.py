@@ -39,15 +39,20 @@ class Outputs:
             self._followed.add(turn.turn_id)
         return self._finish(turn, turn.num_output) if turn.num_output else None
 
-    def push(self, turn: Turn) -> Finish | None:
-        """Why the turn's last token, a new one, ends it, if it does.
+    def receive(self, turn: Turn, tokens: Sequence[int]) -> Finish | None:
+        """Append new tokens to a turn, up to the first that ends it. Returns why it ends, if it does.
 
-        Raises InvalidRequest if its grammar or a pattern becomes too complex to follow.
+        Raises InvalidRequest if its grammar or a pattern becomes too complex to follow after one of them.
         """
         if turn.turn_id not in self._followed:
+            turn.receive(tokens)
             return turn.finish_by_token()
-        self.grammars.push(turn)
-        return self._finish(turn, 1)
+        for token in tokens:
+            turn.receive((token,))
+            self.grammars.push(turn)
+            if (finish := self._finish(turn, 1)) is not None:
+                return finish
+        return None
 
     def masks(self, work: Sequence[Work]) -> Future[Masks] | None:
         """See ``TurnGrammars.masks``."""

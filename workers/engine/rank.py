@@ -266,15 +266,20 @@ class Rank:
             self._drafter.keep(work, self._model.hidden)
         return choice, Download(results)
 
-    @torch.inference_mode()
     def _apply_updates(self, copies: Sequence[PageCopy], table_updates: Sequence[TableUpdate]) -> None:
         if self.device.type == "cpu":
             for group, row, first, entries in table_updates:
                 self.tables[group].numpy()[row, first : first + len(entries)] = entries
         else:
             self._send_updates(table_updates)
+        if copies:
+            self._copy_pages(copies)
+
+    @torch.inference_mode()
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         self.kv.copy_pages(copies)
 
+    @torch.inference_mode()
     def _send_updates(self, table_updates: Sequence[TableUpdate]) -> None:
         # The last update of an entry wins: it can change twice in a step, and indexed writes have no order.
         last: list[dict[tuple[int, int], int]] = [{} for _ in self.tables]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from holdfast.errors import HoldfastError, InvalidRequest
@@ -41,12 +41,9 @@ class Receiver:
                 continue
             samples = result.tokens[turn.turn_id]
             num_accepted = draft.accepted(samples) if draft is not None else 0
-            turn.receive(samples[0])
-            num_received, end = 1, self._end_of(turn)
-            while end is None and num_received <= num_accepted:
-                turn.receive(samples[num_received])
-                num_received += 1
-                end = self._end_of(turn)
+            length = len(turn.tokens)
+            end = self._append(turn, samples[: num_accepted + 1])
+            num_received = len(turn.tokens) - length
             if draft is not None or len(turn.tokens) >= turn.look_at:
                 self._drafts.receive(work, num_received, num_accepted)
             update = self.update_of(turn)
@@ -59,10 +56,10 @@ class Receiver:
                 ends.append((turn, end))
         return num_tokens, ends
 
-    def _end_of(self, turn: Turn) -> End | None:
-        """What the turn's last token means for it."""
+    def _append(self, turn: Turn, tokens: Sequence[int]) -> End | None:
+        """Give a turn tokens, up to the first that ends it. Returns how it ends, if it does."""
         try:
-            finish = self._outputs.push(turn)
+            finish = self._outputs.receive(turn, tokens)
         except InvalidRequest as error:
             return Outcome.ABORTED, error
         return (Outcome.COMPLETED, finish) if finish is not None else None

@@ -51,6 +51,11 @@ class Places:
     def __len__(self) -> int:
         return len(self.turns)
 
+    @property
+    def params_of_turns(self) -> list[SamplingParams]:
+        """Each turn's once, in no order: a turn with a draft has many rows."""
+        return [turn.params for turn in set(self.turns)]
+
     def add(self, turn: Turn, draft: array[int] | None) -> None:
         """A turn's places, one after another."""
         if draft is None:
@@ -79,39 +84,39 @@ def sample(
     sampling: Sampling = TORCH_SAMPLING,
 ) -> Tensor:
     """One token a place, int64 ``[places]``, from fp32 ``logits [places, vocab]``, which is changed in place."""
-    params = [turn.params for turn in places.turns]
-    if not restricted.masks and not restricted.banned and all([p.is_plain for p in params]):
+    of_turns = places.params_of_turns
+    if not restricted.masks and not restricted.banned and all([p.is_plain for p in of_turns]):
         return sampling.likeliest(logits)
-    _bias(logits, params, restricted.banned)
-    if penalized := [i for i, p in enumerate(params) if p.penalized]:
-        _penalize(logits, places, penalized, counts)
+    if restricted.banned or any([p.logit_bias for p in of_turns]):
+        _bias(logits, places, restricted.banned)
+    if any([p.penalized for p in of_turns]):
+        _penalize(logits, places, counts)
     if restricted.masks:
         _mask(logits, restricted.masks, sampling)
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    if len(drawn) == len(places):
+    if all([p.temperature > 0 for p in of_turns]):
         return _draw(logits, places, sampling)
     tokens = sampling.likeliest(logits)
-    if drawn:
+    if drawn := [i for i, turn in enumerate(places.turns) if turn.params.temperature > 0]:
         at = upload_parts([array("i", drawn)], logits.device)[0]
         tokens.index_put_((at,), _draw(logits.index_select(0, at), places.of(drawn), sampling))
     return tokens
 
 
-def _bias(logits: Tensor, params: Sequence[SamplingParams], banned: Mapping[int, Collection[int]]) -> None:
+def _bias(logits: Tensor, places: Places, banned: Mapping[int, Collection[int]]) -> None:
     rows, tokens, values = array("i"), array("i"), array("f")
-    for i, p in enumerate(params):
-        if p.logit_bias or i in banned:
+    for i, turn in enumerate(places.turns):
+        if turn.params.logit_bias or i in banned:
             # No place twice: sums have no order on a device.
-            biases = dict(p.logit_bias) | dict.fromkeys(banned.get(i, ()), float("-inf"))
+            biases = dict(turn.params.logit_bias) | dict.fromkeys(banned.get(i, ()), float("-inf"))
             rows.extend([i] * len(biases))
             tokens.extend(biases.keys())
             values.extend(biases.values())
-    if rows:
-        at, tokens_at, added = upload_parts([rows, tokens, values], logits.device)
-        logits.index_put_((at, tokens_at), added, accumulate=True)
+    at, tokens_at, added = upload_parts([rows, tokens, values], logits.device)
+    logits.index_put_((at, tokens_at), added, accumulate=True)
 
 
-def _penalize(logits: Tensor, places: Places, penalized: Sequence[int], counts: PenaltyCounts) -> None:
+def _penalize(logits: Tensor, places: Places, counts: PenaltyCounts) -> None:
+    penalized = [i for i, turn in enumerate(places.turns) if turn.params.penalized]
     turns = [places.turns[i] for i in penalized]
     count_rows, new = counts.rows_of(turns)
     drafted = [(row, token) for row, i in enumerate(penalized) for token in places.drafted(i)]
@@ -140,7 +145,7 @@ def _draw(logits: Tensor, places: Places, sampling: Sampling) -> Tensor:
     rows = zip(places.turns, places.num_drafted, strict=True)
     keys = mixing_keys([(turn.params.seed, len(turn.tokens) + num_drafted) for turn, num_drafted in rows])
     parts: list[array[Any]] = [keys, array("f", [p.temperature for p in params])]
-    if not any([p.filtered for p in params]):
+    if not any([p.filtered for p in places.params_of_turns]):
         keys_at, temperature = upload_parts(parts, logits.device)
         return sampling.draw(logits, temperature, keys_at)
     parts += [

@@ -51,10 +51,10 @@ class Draft(NamedTuple):
 
     def accepted(self, samples: Sequence[int]) -> int:
         """How many of its tokens are right, given what was chosen in their places."""
-        for i, (token, sample) in enumerate(zip(self.tokens, samples, strict=False)):
-            if token != sample:
-                return i
-        return len(self.tokens)
+        drafted = self.tokens.tolist()
+        if drafted == samples[: len(drafted)]:
+            return len(drafted)
+        return next(i for i, (a, b) in enumerate(zip(drafted, samples, strict=False)) if a != b)
 
 
 def count_drafts(turn: Turn, draft: Draft, num_accepted: int) -> None:
@@ -121,12 +121,17 @@ class _Rates:
     def observe(self, length: int, held: int, lost: bool) -> None:
         """A match of this length held for ``held`` tokens, and did not for the next: ``lost``."""
         hits, trials, decay = self._hits, self._trials, self._decay
-        for each in range(length, length + held):
-            i = bisect_right(MATCH_LENS, each)
-            hits[i] = decay * hits[i] + 1.0
-            trials[i] = decay * trials[i] + 1.0
+        end = length + held
+        while length < end:
+            i = bisect_right(MATCH_LENS, length)
+            next_length = min(end, MATCH_LENS[i]) if i < len(MATCH_LENS) else end
+            # As many times: what there was loses weight, and a hit is added.
+            kept = decay ** (next_length - length)
+            hits[i] = kept * hits[i] + (1.0 - kept) / (1.0 - decay)
+            trials[i] = kept * trials[i] + (1.0 - kept) / (1.0 - decay)
+            length = next_length
         if lost:
-            i = bisect_right(MATCH_LENS, length + held)
+            i = bisect_right(MATCH_LENS, end)
             hits[i] *= decay
             trials[i] = decay * trials[i] + 1.0
 
@@ -200,11 +205,10 @@ class Speculation:
         return MARGIN * self.costs.break_even(num_rows)
 
     def _num_paying(self, turn: Turn, match: Match, num_rows: int) -> int:
-        rates, least = self._rates[turn], self._least(num_rows)
-        chance, count = 1.0, 0
-        while count < self.max_draft:
-            chance *= rates.of(match.length + count)
+        rates, least = self._rates[turn].all(), self._least(num_rows)
+        chance = 1.0
+        for length in range(match.length, match.length + self.max_draft):
+            chance *= rates[bisect_right(MATCH_LENS, length)]
             if chance < least:
-                break
-            count += 1
-        return count
+                return length - match.length
+        return self.max_draft

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -168,7 +169,10 @@ class Turn:
             return Finish("stop", self.tokens[-1])
         return Finish("length") if len(self.tokens) >= self.end_len else None
 
-    def receive(self, token: int) -> None:
-        """Append the token that was in flight, or the next of those that a draft brought."""
+    def receive(self, tokens: Sequence[int]) -> None:
+        """Append the token that was in flight, or those that a draft brought, up to the first that ends the turn."""
         self.in_flight = False
-        self.tokens.append(token)
+        count = min(len(tokens), self.end_len - len(self.tokens))
+        if not self.end_tokens.isdisjoint(tokens):
+            count = min(count, 1 + next(i for i, token in enumerate(tokens) if token in self.end_tokens))
+        self.tokens.extend(tokens[:count])
