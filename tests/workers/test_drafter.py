@@ -7,13 +7,14 @@ import random
 from array import array
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.scheduling import SamplingParams, Speculation, Turn
 from workers.scheduling.drafter import MAX_RECENT, NgramDrafter
 from workers.scheduling.ngram import NEAR, SIZES, NgramIndex, Source, key_of
-from workers.scheduling.speculation import StepCosts
+from workers.scheduling.speculation import LOOK_AGAIN, StepCosts
 
 TOKENS = st.lists(st.integers(0, 3), min_size=SIZES[-1], max_size=120)
 
@@ -160,6 +161,25 @@ def test_drafts_are_as_long_as_they_pay() -> None:
     assert 0 < count(0.01, 0.95, 1) < 16
     assert count(0.01, 0.3, 1) == 0, "half of the step, for a third of a token"
     assert count(0.01, 0.95, 16) <= count(0.01, 0.95, 1), "many rows fill the step"
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_match_that_does_not_pay_is_looked_at_from_time_to_time(holds: bool) -> None:
+    speculation, pattern, least, num_looks = Speculation(16), [*range(10, 60)], 2.0, 0
+    speculation.costs.break_even = lambda num_rows, draft_s=0.0: least  # type: ignore[method-assign]
+    turn = turn_of([*pattern, *pattern[:10]], 60)
+    speculation.begin(turn)
+    for token in [*pattern[10:35], pattern[35] if holds else 5]:
+        assert speculation.candidates(1) == []
+        if len(turn.tokens) >= turn.look_at:
+            speculation.receive(turn, None, 0)
+            num_looks += 1
+        turn.tokens.append(token)
+    assert turn in speculation._drafter.matches and num_looks <= 2 + 25 // LOOK_AGAIN
+    least = 0.0
+    assert speculation.candidates(1) == [turn], "now it pays"
+    draft = speculation.propose(turn, 8, 1)
+    assert draft is None if not holds else draft is not None and draft.tokens.tolist() == pattern[36:44]
 
 
 def test_the_costs_of_steps_are_a_line_that_delays_do_not_bend() -> None:

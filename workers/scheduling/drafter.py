@@ -129,6 +129,10 @@ class NgramDrafter:
             self.matches[turn] = match
             followed.began, followed.seen, turn.look_at = match.length, len(turn.tokens), 0
 
+    def is_behind(self, turn: Turn) -> bool:
+        """Whether the turn has tokens that its match was not compared with."""
+        return self._turns[turn].seen < len(turn.tokens)
+
     def is_predicted(self, turn: Turn, match: Match) -> bool:
         """Whether the match is in the request's prediction."""
         return match.source is self._turns[turn].prediction

@@ -68,7 +68,7 @@ class NgramIndex:
             self.num_indexed = SIZES[-1] - 1
         first = self.num_indexed + 1
         if end - first >= _BULK:
-            self._extend_in_bulk(np.frombuffer(tokens, dtype=np.int32)[:end], first)
+            self._extend_in_bulk(np.frombuffer(tokens, dtype=np.int32), first, end)
         elif end >= first:
             self._extend_one_by_one(tokens, first, end)
         self.num_indexed = max(self.num_indexed, end)
@@ -102,12 +102,13 @@ class NgramIndex:
             value += w * d + v * e + u * f
             long[(value ^ value >> _FOLD) & mask] = position
 
-    def _extend_in_bulk(self, tokens: np.ndarray, first: int) -> None:
-        words, mask = tokens.astype(np.int64), len(self._long) - 1
+    def _extend_in_bulk(self, tokens: np.ndarray, first: int, end: int) -> None:
+        base, mask = max(0, first - SIZES[0]), len(self._long) - 1
+        words = tokens[base:end].astype(np.int64)
         for table, n in ((self._short, SIZES[1]), (self._long, SIZES[0])):
             start = max(first, n)
-            positions = np.arange(start, len(words) + 1, dtype=np.int32)
-            values = sum(words[start - 1 - i : len(words) - i] * _FACTORS[i] for i in range(n))
+            positions = np.arange(start, end + 1, dtype=np.int32)
+            values = sum(words[start - 1 - i - base : end - i - base] * _FACTORS[i] for i in range(n))
             # Of equal ones the last is assigned: the most recent occurrence.
             np.frombuffer(table, dtype=np.int32)[(values ^ values >> _FOLD) & mask] = positions
 

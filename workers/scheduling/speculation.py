@@ -29,6 +29,8 @@ MARGIN = 1.15
 PRIOR_SHARE, PRIOR_SPREAD = 0.15, 0.25
 """Of the cost of a step with one token, what is the token's, as first thought; and over which spread of steps' tokens,
 as a part of their mean, a measurement weighs as much as that thought."""
+LOOK_AGAIN = 8
+"""Tokens until a match is looked at again that is not worth a draft: in a large batch, that is most of the time."""
 MAX_SURPRISE = 1.5
 """A step that took longer than this many times the expected was delayed by something else."""
 
@@ -144,6 +146,8 @@ class Speculation:
         self.costs = StepCosts()
         self._drafter = NgramDrafter()
         self._rates: dict[Turn, _Rates] = {}
+        self._paying = 0.0
+        """The chance from which on a draft paid in the last step."""
         self._all_rates = _Rates(PRIOR_RATES, WORKER_DECAY)
         """Of all turns: what a new one starts from."""
 
@@ -158,10 +162,13 @@ class Speculation:
         if not matches:
             return []
         rates, least = self._rates, self._least(num_rows)
+        self._paying = least
         return [turn for turn, match in matches.items() if rates[turn].of(match.length) >= least]
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """What may follow a turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
+        if self._drafter.is_behind(turn):
+            self._follow(turn)
         match = self._drafter.matches.get(turn)
         if match is None:
             return None
@@ -184,12 +191,20 @@ class Speculation:
 
     def receive(self, turn: Turn, draft: Draft | None, num_accepted: int) -> None:
         """A turn has its tokens of a step, of whose draft the first ``num_accepted`` are among them."""
-        length, held, lost = self._drafter.receive(turn)
-        if length:
-            self._rates[turn].observe(length, held, lost)
-            self._all_rates.observe(length, held, lost)
+        self._follow(turn)
         if draft is not None:
             count_drafts(turn, draft, num_accepted)
+
+    def _follow(self, turn: Turn) -> None:
+        """Look at the turn's new tokens: whether its match holds, or where there is another."""
+        length, held, lost = self._drafter.receive(turn)
+        rates = self._rates[turn]
+        if length:
+            rates.observe(length, held, lost)
+            self._all_rates.observe(length, held, lost)
+        match = self._drafter.matches.get(turn)
+        if match is not None and rates.of(match.length) < self._paying:
+            turn.look_at = len(turn.tokens) + LOOK_AGAIN
 
     def forget(self, turn: Turn) -> None:
         """The turn has ended."""
