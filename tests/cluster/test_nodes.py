@@ -27,6 +27,7 @@ from tests.waiting import until
 START_DEADLINE_S = 90.0
 LONG_TURN = 400
 """Tokens: enough for a fault to meet the turn on a busy machine too."""
+PAGE_SIZE = Config.model_fields["page_size"].default
 LONG = " ".join(f"line {i} of a long text;" for i in range(80))
 
 
@@ -92,6 +93,12 @@ def events(cluster: Cluster, worker: Any) -> Counter[str]:
 async def worker_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, session: str) -> Any:
     pin = (await stub.Get(pb.GetRequest(session_id=session))).worker_id
     return next(worker for worker in cluster.workers if worker.name == pin)
+
+
+async def num_copies_of(cluster: Cluster, stub: session_pb2_grpc.SessionServiceStub, session: str, worker: Any) -> int:
+    """How many copies two ranks of the worker make of a session's filled pages; none if it is on another one."""
+    found = await stub.Get(pb.GetRequest(session_id=session))
+    return 2 * ((found.num_tokens - 1) // PAGE_SIZE) if found.worker_id == worker.name else 0
 
 
 async def serving_again(cluster: Cluster, worker: Any, before: Any) -> None:
@@ -183,7 +190,10 @@ async def test_a_node_dies_and_its_worker_comes_back_on_another(tmp_path: Path) 
             victim = next(w for w in cluster.workers if homes[w.name] == {first.node_id})
             before = victim.address
             idle, text = await idle_session_on(cluster, stub, victim)
-            await until(lambda: events(cluster, victim)["replicated"] > 30, START_DEADLINE_S, "copies on another node")
+            num_copies = sum([await num_copies_of(cluster, stub, session, victim) for session in ("calm", idle)])
+            await until(
+                lambda: events(cluster, victim)["replicated"] >= num_copies, START_DEADLINE_S, "copies on another node"
+            )
             lost = asyncio.to_thread(nodes.remove_node, first, False)
             storms = [f"storm-{i}" for i in range(3)]
             streams = [asyncio.create_task(tokens_of(stub, storm)) for storm in storms]
