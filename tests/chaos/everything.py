@@ -41,6 +41,7 @@ from tests.chaos.faults import faults_of
 from tests.chaos.nodes import Node
 from tests.hosts import hosts, why_no_namespaces
 from tests.redis_server import RedisServer, redis_server
+from workers.store.folders import remove_stale
 
 START_DEADLINE_S = 240.0
 RENEW_S = 5.0
@@ -110,6 +111,7 @@ async def play(num_faults: int, seed: int) -> dict[str, Any]:
             if not report or report["failures"]:
                 _print_logs(folder)
     left = await _left(str(folder))
+    remove_stale()  # what stores held that were killed with their nodes
     report["failures"] += [f"still runs: {name}" for name in left]
     return report | {"processes left": len(left)} | ({"no node was cut off": reason} if reason else {})
 
