@@ -99,9 +99,7 @@ class TurnDrafts:
 
     def _allowed(self, turn: Turn, draft: Draft) -> Draft | None:
         """What the turn's grammar allows of a draft, up to an end token: that is chosen, if it is, after the draft."""
-        count = len(draft.tokens)
-        if not turn.end_tokens.isdisjoint(draft.tokens):
-            count = next(i for i, token in enumerate(draft.tokens) if token in turn.end_tokens)
+        count = turn.num_before_end(draft.tokens)
         count = min(count, self._grammars.allowed(turn, draft.tokens[:count]))
         return draft.first(count) if count else None
 

@@ -167,9 +167,10 @@ class Speculation:
 
     def propose(self, turn: Turn, limit: int, num_rows: int) -> Draft | None:
         """What may follow a turn's tokens, at most ``limit`` tokens, in a step of ``num_rows`` turns."""
-        if self._drafter.is_behind(turn):
+        matches = self._drafter.matches
+        if turn in matches and self._drafter.is_behind(turn):
             self._follow(turn)
-        match = self._drafter.matches.get(turn)
+        match = matches.get(turn)
         if match is None:
             return None
         count = min(limit, self._num_paying(turn, match, num_rows))

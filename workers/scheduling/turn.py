@@ -169,10 +169,14 @@ class Turn:
             return Finish("stop", self.tokens[-1])
         return Finish("length") if len(self.tokens) >= self.end_len else None
 
+    def num_before_end(self, tokens: Sequence[int]) -> int:
+        """How many of these come before the first that ends a turn: all of them, if none does."""
+        if self.end_tokens.isdisjoint(tokens):
+            return len(tokens)
+        return next(i for i, token in enumerate(tokens) if token in self.end_tokens)
+
     def receive(self, tokens: Sequence[int]) -> None:
         """Append the token that was in flight, or those that a draft brought, up to the first that ends the turn."""
         self.in_flight = False
-        count = min(len(tokens), self.end_len - len(self.tokens))
-        if not self.end_tokens.isdisjoint(tokens):
-            count = min(count, 1 + next(i for i, token in enumerate(tokens) if token in self.end_tokens))
+        count = min(1 + self.num_before_end(tokens), self.end_len - len(self.tokens))
         self.tokens.extend(tokens[:count])

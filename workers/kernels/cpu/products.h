@@ -76,9 +76,11 @@ inline void pack_rows(const T* const* rows, int count, int64_t depth, bool dots,
         const bool in_words = dots || std::is_same_v<T, float>;
         float widened[LANES * LANES];
         const char* from[LANES];
-        for (int row = 0; row < LANES; row++)
-            from[row] = in_words ? reinterpret_cast<const char*>(rows[std::min(row, count - 1)])
-                                 : reinterpret_cast<const char*>(widened + row * LANES);
+        for (int i = 0; i < LANES; i++) {
+            const int row = std::min(i, count - 1);
+            from[i] = in_words ? reinterpret_cast<const char*>(rows[row])
+                               : reinterpret_cast<const char*>(widened + row * LANES);
+        }
         // By squares, whose rows are stored whole. What is too much of the last must fit too.
         for (; first + LANES <= whole && (first + LANES - 1) * count + LANES <= num_words * count; first += LANES) {
             if (!in_words)
