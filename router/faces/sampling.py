@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from holdfast.v1 import session_pb2
-from router.faces.fields import Int32, LogitBias, Penalty, RepetitionPenalty, Stops, StopTokens, Temperature
+from router.faces.fields import LogitBias, Penalty, RepetitionPenalty, Stops, StopTokens, Temperature, TopK
 
 
 class SamplingFields(BaseModel):
     temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: Int32 = Field(-1, ge=-1)
+    top_k: TopK = -1
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0

@@ -18,6 +18,8 @@ from router.journal.interface import Journal, SessionRecord
 T = TypeVar("T")
 BUSY_POLL_S = 0.05
 """Pause between attempts to take a session whose turn runs on another router."""
+ENDING_S = 0.25
+"""How long a turn that does not queue waits for the one before it: that one's client may have left just now."""
 RACE_PAUSE_S = 0.005
 """Upper bound of a random pause, so that two routers that race for a session do not stay in step."""
 MAX_SESSIONS_IN_MEMORY = 4096
@@ -83,7 +85,8 @@ class Sessions:
         """The session, taken over from the router that had it.
 
         Another router may take it over again at any time: see ``up_to_date``. Raises SessionNotFound (also
-        for another tenant's session), SessionReleased, SessionBusy (with ``queue``: after ``busy_wait_s``).
+        for another tenant's session), SessionReleased, SessionBusy (after ``ENDING_S``, or ``busy_wait_s`` with
+        ``queue``).
         """
         session = self._sessions.get(session_id)
         if session is None or session.record.tenant != tenant:
@@ -130,13 +133,13 @@ class Sessions:
             pause_s = RACE_PAUSE_S
 
     async def _take(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> SessionRecord:
-        deadline = time.monotonic() + self._busy_wait_s
+        deadline = time.monotonic() + (self._busy_wait_s if queue else ENDING_S)
         while True:
             try:
                 return await self._journal.take(session_id, tenant, create=create)
             except SessionBusy:
                 # Its turn runs on another router, or on a lost one whose lease has not expired yet.
-                if not queue or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(BUSY_POLL_S)
 
@@ -162,7 +165,8 @@ class Sessions:
     async def locked(self, session_id: str, tenant: str, *, create: bool, queue: bool) -> AsyncIterator[Session]:
         """The session, locked: one holder at a time, in order of arrival.
 
-        Raises SessionBusy at once without ``queue``, QueueFull if too many wait, and as ``get``.
+        Raises SessionBusy without ``queue`` once it has waited for ``ENDING_S``, QueueFull if too many wait, and as
+        ``get``.
         """
         session = await self.lock(session_id, tenant, create=create, queue=queue)
         try:
@@ -176,24 +180,31 @@ class Sessions:
             session = await self.get(session_id, tenant, create=create, queue=queue)
             if not session.busy and not session.waiters:
                 break
-            if not queue:
-                raise SessionBusy(f"session {session_id} already has an active request; wait for it or abort it")
-            if len(session.waiters) >= self._max_waiting:
+            if queue and len(session.waiters) >= self._max_waiting:
                 raise QueueFull(f"{len(session.waiters)} turns are waiting for session {session_id}")
-            waiter = asyncio.get_running_loop().create_future()
-            session.waiters.append(waiter)
             try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter in session.waiters:
-                    session.waiters.remove(waiter)
-                elif waiter.done() and not waiter.cancelled() and session.busy:
-                    self.unlock(session)
-                raise
+                await self._wait(session, None if queue else ENDING_S)
+            except TimeoutError:
+                message = f"session {session_id} already has an active request; wait for it or abort it"
+                raise SessionBusy(message) from None
             if self._sessions.get(session_id) is session:
                 return session  # passed on by its last holder, still locked
         session.busy = True
         return session
+
+    async def _wait(self, session: Session, timeout_s: float | None) -> None:
+        """Until its holder passes the lock on. Raises TimeoutError."""
+        waiter = asyncio.get_running_loop().create_future()
+        session.waiters.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except (TimeoutError, asyncio.CancelledError):
+            if waiter in session.waiters:
+                session.waiters.remove(waiter)
+            elif waiter.done() and not waiter.cancelled() and session.busy:
+                self.unlock(session)
+            raise
 
     def lock_new(self, session: Session, turn_id: str) -> None:
         """Lock a session that was just added, for a turn."""

@@ -31,7 +31,7 @@ class TurnRequest:
     """Empty: a request without a session, which leaves nothing but cached prefixes."""
     create_session: bool = True
     queue: bool = True
-    """Wait for the session's running turn; otherwise refuse with SessionBusy."""
+    """Wait for the session's running turn; otherwise refuse with SessionBusy, unless that one ends just then."""
     cache_key: str = ""
     turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     trace: TurnTrace = field(default_factory=TurnTrace)
@@ -159,8 +159,8 @@ class LiveTurn:
         """The turn is about to be sent to its worker. Returns its id there."""
         self._enter(TurnState.RUNNING)
         self.history_len = len(self.tokens) if self.num_output else self.keep_len
-        if self.request.sampling.HasField("logprob_start"):
-            self.history_len = 0  # what is scored is computed in any case
+        if self.request.sampling.HasField("logprob_start"):  # what is scored is computed in any case
+            self.history_len = min(self.history_len, self.request.sampling.logprob_start)
         self.earlier_speculation = self.speculation
         self.submission = f"{self.request.turn_id}/{uuid.uuid4().hex}"
         return self.submission

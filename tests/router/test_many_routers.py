@@ -15,6 +15,7 @@ import pytest
 from holdfast.v1 import session_pb2 as pb
 from holdfast.v1 import session_pb2_grpc
 from router.journal.interface import SessionRecord
+from router.turns import sessions
 from tests.harness import Harness
 from tests.waiting import until
 
@@ -106,7 +107,10 @@ async def test_a_session_that_others_take_again_and_again_is_busy(
     assert busy.value.code() is grpc.StatusCode.ABORTED and "keep taking over" in busy.value.details()
 
 
-async def test_a_race_that_may_not_queue_is_refused(cluster: Harness, stubs: list[Stub]) -> None:
+async def test_a_race_that_may_not_queue_is_refused(
+    cluster: Harness, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "ENDING_S", 0.0)
     params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)) for url in cluster.urls]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.turns import sessions
 from tests.harness import Harness
 from tests.waiting import until
 
@@ -85,7 +86,10 @@ async def test_overlong_prompt_is_refused_and_leaves_the_slot_intact(http: httpx
     assert again["cached_tokens"] >= first["prompt_tokens"] + first["completion_tokens"] - 1
 
 
-async def test_second_turn_while_one_runs_is_refused(http: httpx.AsyncClient, cluster: Harness) -> None:
+async def test_second_turn_while_one_runs_is_refused(
+    http: httpx.AsyncClient, cluster: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "ENDING_S", 0.0)
     session = await open_session(http)
     first = asyncio.create_task(generate(http, body(session, 400, text="Return", rid="first")))
     await until(lambda: any(w._leader.scheduler.running for w in cluster.workers.values()), 10, "the turn to run")
@@ -94,6 +98,18 @@ async def test_second_turn_while_one_runs_is_refused(http: httpx.AsyncClient, cl
     assert "already has an active request" in answer.json()["error"]["message"]
     await http.post("/abort_request", json={"rid": "first"})
     assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_turn_is_admitted_as_soon_as_the_client_of_the_one_before_has_left(http: httpx.AsyncClient) -> None:
+    session = await open_session(http)
+    good = (await generate(http, body(session, input_ids=[100, 101, 102, 103])))["meta_info"]
+    for _ in range(20):
+        left = body(session, 2000, input_ids=[200], stream=True)
+        async with httpx.AsyncClient(base_url=http.base_url) as leaving, leaving.stream("POST", "/generate", json=left):
+            pass
+        again = (await generate(http, body(session, input_ids=[300])))["meta_info"]
+        assert again["prompt_tokens"] == good["prompt_tokens"] + good["completion_tokens"] + 1
+        good = again
 
 
 async def test_abort_rolls_back_to_the_last_good_turn(http: httpx.AsyncClient, cluster: Harness) -> None:
@@ -109,6 +125,14 @@ async def test_abort_rolls_back_to_the_last_good_turn(http: httpx.AsyncClient, c
     assert again["meta_info"]["cached_tokens"] in (total, total - 1)
     alone = await generate(http, body(input_ids=[100, 101, 102, 103, *good["output_ids"], 200]))
     assert alone["output_ids"] == again["output_ids"]
+
+
+async def test_a_session_is_opened_once(http: httpx.AsyncClient) -> None:
+    for streaming in True, False:
+        opening = {"session_id": f"s-{streaming}", "streaming": streaming}
+        assert (await http.post("/open_session", json=opening)).json() == f"s-{streaming}"
+        again = await http.post("/open_session", json=opening)
+        assert again.status_code == 409 and "is open already" in again.json()["error"]["message"]
 
 
 async def test_unknown_and_closed_sessions_are_refused(http: httpx.AsyncClient) -> None:
@@ -184,13 +208,14 @@ class Tree:
 async def test_a_branching_session_continues_any_request(cluster: Harness, http: httpx.AsyncClient) -> None:
     tree = Tree(http, (await http.post("/open_session", json={"session_id": "a/b"})).json())
     prompt = list(range(100, 140))
-    await tree.ask("r1", prompt)
+    await tree.ask("r1", prompt, offset=-1, replace=True)
     meta = await tree.ask("r2", [200, 201], rid="r1")
     assert meta["cached_tokens"] in (47, 48), "it costs its new tokens"
     await tree.ask("r3", [300], rid="r1")
     await tree.ask("r4", [400], rid="r2")
     await tree.ask("r5", [500], rid="r2", keep_len=42, offset=42)
     await tree.ask("r6", [600], rid="r2", keep_len=tree.prompt_len["r2"], drop_previous_output=True)
+    await tree.ask("r6b", [601], rid="r2", keep_len=len(tree.context["r2"]) - 1, offset=-1)
     await tree.ask("r7", [700], rid="r4")
     await tree.ask("other root", [100, 101])
     await tree.ask("r8", [800], rid="r1", replace=True)
@@ -202,7 +227,7 @@ async def test_a_branching_session_continues_any_request(cluster: Harness, http:
     await tree.ask("r9", [900], rid="r8")
     await tree.ask("r10", [901], rid="other root")
     past = body(input_ids=[1]) | {"session_params": {"id": "a/b", "rid": "r1", "offset": 49}}
-    assert "must be from 0 to 48" in (await http.post("/generate", json=past)).text
+    assert "must be from -48 to 48" in (await http.post("/generate", json=past)).text
     assert (await http.post("/close_session", json={"session_id": "a/b"})).status_code == 200
     journal = cluster.router.core.journal
     assert await journal.list_sessions("") == [] and await journal.list_objects("", "node/") == []

@@ -63,6 +63,24 @@ async def test_scoring_alone(http: httpx.AsyncClient) -> None:
         assert given == pytest.approx(expected, abs=1e-4)
 
 
+async def test_a_streaming_session_scores_only_what_is_new(http: httpx.AsyncClient) -> None:
+    session = (await http.post("/open_session", json={"streaming": True})).json()
+    tokens, scores, cached = list[int](), list[float | None](), list[int]()
+    for turn in range(3):
+        given = [*PROMPT, 100 + turn]
+        answer = await generate(http, **SCORED | {"input_ids": given, "session_params": {"id": session}})
+        meta = answer["meta_info"]
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == given
+        cached.append(meta["cached_tokens"])
+        scores += [entry[0] for entry in meta["input_token_logprobs"] + meta["output_token_logprobs"]]
+        tokens += given + answer["output_ids"]
+    assert cached[1] >= 8 and cached[2] >= 17, "no history is computed again"
+    whole = (await generate(http, **SCORED | {"input_ids": tokens}))["meta_info"]["input_token_logprobs"]
+    firsts = {0, 9, 18}
+    assert [scores[i] for i in firsts] == [None] * 3, "as SGLang: a turn's first token has none"
+    assert all(scores[i] == whole[i][0] for i in range(len(tokens)) if i not in firsts), "bit for bit"
+
+
 async def test_ragged_over_a_batch(http: httpx.AsyncClient) -> None:
     body = SCORED | {"input_ids": [PROMPT, PROMPT[:2]], "token_ids_logprob": [[7], None], "top_logprobs_num": [0, 3]}
     first, second = await generate(http, **body)
@@ -126,12 +144,14 @@ async def test_an_unknown_path_says_what_there_is(http: httpx.AsyncClient) -> No
         {"sampling_params": {"n": 129}},
         {"sampling_params": {"n": 2}, "session_params": {"id": "s"}},
         {"sampling_params": {"max_new_tokens": -1}},
+        {"sampling_params": {"min_new_tokens": -1}},
         {"sampling_params": {"stop_regex": "a("}},
         {"sampling_params": {"stop_regex": ["x"] * 17}},
         {"token_ids_logprob": [-1], "return_logprob": True},
         {"token_ids_logprob": [5000], "return_logprob": True},
         {"token_ids_logprob": [[1], [2]], "return_logprob": True},
         {"token_ids_logprob": list(range(2000)), "return_logprob": True},
+        {"text": None, "input_ids": [5, 6], "logprob_start_len": 3, "return_logprob": True},
     ],
     ids=lambda body: str(body)[:60],
 )

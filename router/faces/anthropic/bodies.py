@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import Count, Int32, Name, OpenAIBody, Stops
+from router.faces.fields import Count, CountOrNone, Name, OpenAIBody, Stops
 from router.faces.grammars import of_schema
 from router.faces.tools import MAX_TOOLS, FunctionName, ToolUse
 from router.formats.style import Function
@@ -108,7 +108,7 @@ class MessagesBody(CountBody):
     stream: bool = False
     temperature: float = Field(1.0, ge=0.0, le=1.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: Int32 = Field(0, ge=0)
+    top_k: CountOrNone = 0
     stop_sequences: Annotated[Stops, Field(default_factory=list)]
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None

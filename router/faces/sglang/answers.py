@@ -59,9 +59,9 @@ class Answer:
             meta |= _speculation(chunk.speculation)
         if self._body.return_logprob:
             self._add_logprobs(meta, "output", self._output, [])
-            if self._body.logprob_start_len >= 0:
+            if self._request.sampling.HasField("logprob_start"):
                 # No logits come before the first token that is wanted.
-                start = self._body.logprob_start_len
+                start = self._request.sampling.logprob_start
                 prompt: list[int] = list(self._request.prompt or ())
                 self._add_logprobs(meta, "input", self._input, prompt[start : start + 1])
         return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}

@@ -33,7 +33,7 @@ class SamplingBody(SamplingFields):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     max_new_tokens: CountOrNone | None = DEFAULT_MAX_NEW_TOKENS
-    min_new_tokens: Int32 = Field(0, ge=0)
+    min_new_tokens: CountOrNone = 0
     sampling_seed: Int64 | None = None
     json_schema: Schema | None = None
     regex: Text | None = None
@@ -142,6 +142,10 @@ class BatchBody(BaseModel):
             for name, value in self:
                 if isinstance(value, list) and name not in ("input_ids", "token_ids_logprob"):
                     raise InvalidRequest(f"{name}: must not be a list for one prompt", name)
+            if any(isinstance(item, list) for item in self.token_ids_logprob or ()):
+                raise InvalidRequest(
+                    "token_ids_logprob: must be a flat list of integers for one prompt", "token_ids_logprob"
+                )
             return [GenerateBody.model_validate(dict(self))]
         prompts = self.text if isinstance(self.text, list) else self.input_ids or []
         if self.text is not None and self.input_ids is not None:

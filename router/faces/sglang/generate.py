@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionNotFound
+from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionExists, SessionNotFound
 from router.access.rules import OPERATOR
 from router.core import RouterCore
 from router.faces.http import Caller, Tenant, collect, event_stream, first_chunk, until_disconnect
@@ -44,6 +45,10 @@ def sglang_routes(core: RouterCore) -> APIRouter:
     @routes.post("/open_session")
     async def open_session(tenant: Tenant, body: OpenSessionBody) -> Any:
         session_id = body.session_id or uuid.uuid4().hex
+        if body.session_id:
+            with suppress(SessionNotFound):
+                await core.control.load(session_id, tenant)
+                raise SessionExists(f"session {session_id} is open already; close it, or use another id")
         if not body.streaming:
             await trees.open(session_id, tenant)
             return session_id
@@ -154,10 +159,17 @@ def _check_streaming(params: SessionParams | None) -> None:
 
 async def _input_ids(core: RouterCore, body: GenerateBody, num_before: int) -> array[int]:
     if body.input_ids is None:
-        return await core.inputs.encode(body.text or "", special=num_before == 0)
-    ids = array("i", body.input_ids)
-    # Clients tokenize each input on its own: drop a BOS that does not start the sequence.
-    return ids[1:] if num_before and ids and ids[0] == core.codec.bos_id else ids
+        ids = await core.inputs.encode(body.text or "", special=num_before == 0)
+    else:
+        ids = array("i", body.input_ids)
+        # Clients tokenize each input on its own: drop a BOS that does not start the sequence.
+        ids = ids[1:] if num_before and ids and ids[0] == core.codec.bos_id else ids
+    if body.return_logprob and body.logprob_start_len > num_before + len(ids):
+        raise InvalidRequest(
+            f"logprob_start_len: is {body.logprob_start_len}, and there are {num_before + len(ids)} tokens",
+            "logprob_start_len",
+        )
+    return ids
 
 
 def _turn_request(core: RouterCore, body: GenerateBody, tenant: str) -> TurnRequest:
@@ -165,9 +177,17 @@ def _turn_request(core: RouterCore, body: GenerateBody, tenant: str) -> TurnRequ
     session_id = (params.id if params else None) or ""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("set exactly one of text and input_ids", "text")
+    num_ids = core.fleet.vocab_size or 2**31  # while no worker is there to ask
+    if any(not 0 <= token < num_ids for token in body.token_ids_logprob or ()):
+        raise InvalidRequest(
+            f"token_ids_logprob: has out-of-vocabulary ids; they are from 0 to {num_ids - 1}", "token_ids_logprob"
+        )
 
     async def prepare(session: Session | None) -> tuple[int, array[int]]:
         keep_len = len(session.tokens) if session else 0
+        if request.sampling.HasField("logprob_start"):
+            # As SGLang: what the session has already is not computed again for its logprobs.
+            request.sampling.logprob_start = max(keep_len, body.logprob_start_len)
         return keep_len, await _input_ids(core, body, keep_len)
 
     request = TurnRequest(

@@ -37,7 +37,8 @@ class SessionParams(BaseModel):
     rid: Name | None = None
     """The request to continue; None: an empty context."""
     offset: Int32 | None = None
-    """How many tokens of that request's sequence to keep; None or 0: all."""
+    """How many tokens of that request's sequence to keep; less than 0: to drop from its end; None or 0: all are kept.
+    As SGLang's, it means nothing without a request to continue."""
     replace: bool | None = None
     """Drop the requests that continued it before."""
     drop_previous_output: bool | None = None
@@ -159,15 +160,15 @@ def _key(kind: str, *names: str) -> str:
 
 def _keep_len(parent: Node | None, params: SessionParams) -> int:
     if parent is None:
-        if params.offset or params.drop_previous_output:
-            raise InvalidRequest("session_params: offset and drop_previous_output need a rid", "session_params")
         return 0
     whole = parent.prompt_len if params.drop_previous_output else parent.end_len
-    if not 0 <= (params.offset or 0) <= whole:
+    offset = params.offset or 0
+    if not -whole <= offset <= whole:
         raise InvalidRequest(
-            f"session_params.offset: must be from 0 to {whole}, the length of {params.rid}", "session_params.offset"
+            f"session_params.offset: must be from {-whole} to {whole}, the length of {params.rid}",
+            "session_params.offset",
         )
-    return params.offset or whole
+    return offset if offset > 0 else whole + offset
 
 
 def _after(rid: str | None, nodes: dict[str, Node]) -> dict[str, Node]:
