@@ -40,9 +40,10 @@ class InputEncoder:
         variables: dict[str, Any] | None = None,
         *,
         continues: bool = False,
+        answers: bool = True,
     ) -> str:
         """See ``TextCodec.render_chat``. Other turns go on while a long conversation is rendered."""
-        work = partial(self._codec.render_chat, messages, tools, variables, continues=continues)
+        work = partial(self._codec.render_chat, messages, tools, variables, continues=continues, answers=answers)
         texts = [message.get("content") for message in messages]
         if not tools and not variables and sum(len(t) if isinstance(t, str) else SHORT for t in texts) < SHORT:
             return work()  # a thread takes longer
@@ -88,7 +89,7 @@ class InputEncoder:
         longest = context_len * self._codec.longest_token
         if longest and len(text) > longest:
             raise PromptTooLong(
-                f"the input of {len(text)} characters cannot fit into {context_len} tokens, the maximum length"
+                f"the input of {len(text)} characters is longer than the model's context length of {context_len} tokens"
             )
 
 

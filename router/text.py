@@ -57,10 +57,12 @@ class TextCodec:
         variables: dict[str, Any] | None = None,
         *,
         continues: bool = False,
+        answers: bool = True,
     ) -> str:
         """The conversation in the model's chat template, up to the assistant's answer.
 
-        ``continues``: the last message is the beginning of that answer. ``variables``: of the template.
+        ``continues``: the last message is the beginning of that answer. Without ``answers``, what precedes an answer
+        is left out. ``variables``: of the template.
         Raises InvalidRequest.
         """
         if not self.chat_template:
@@ -70,7 +72,7 @@ class TextCodec:
                 messages,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=not continues,
+                add_generation_prompt=answers and not continues,
                 continue_final_message=continues,
                 **(variables or {}),
             )

@@ -51,6 +51,13 @@ class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that a request continues does not exist (for this tenant), or was deleted. OpenAI's code, by which
+    clients know to send the whole history instead."""
+
+    code = "previous_response_not_found"
+
+
 class RequestTooLarge(InvalidRequest):
     """The request's body is larger than ``max_message_bytes``."""
 

@@ -31,6 +31,7 @@ HTTP_RULES = {
     "/v1/messages": USER,
     "/v1/messages/count_tokens": USER,
     "/v1/responses": USER,
+    "/v1/responses/input_tokens": USER,
     "/v1/responses/{response_id}": USER,
     "/v1/responses/{response_id}/cancel": USER,
     "/v1/responses/{response_id}/input_items": USER,

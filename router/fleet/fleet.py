@@ -95,6 +95,17 @@ class Fleet:
         return min((link.welcome.context_len for link in self._links.values() if link.welcome), default=0)
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a KV page; 0 while no worker is alive."""
+        return next((link.welcome.page_size for link in self._links.values() if link.welcome), 0)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV a worker has room for, by its last beat; the least of the living workers'."""
+        rooms = (max((group.total for group in link.stats.groups), default=0) for link in self.alive())
+        return self.page_size * min(rooms, default=0)
+
+    @property
     def vocab_size(self) -> int:
         """0 while no worker is alive."""
         return next((link.welcome.vocab_size for link in self._links.values() if link.welcome), 0)

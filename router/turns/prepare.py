@@ -19,10 +19,12 @@ async def prepare_turn(request: TurnRequest, session: Session | None, fleet: Fle
         raise InvalidRequest("the input is empty; it must hold at least one token")
     if fleet.context_len and len(tokens) >= fleet.context_len:
         raise PromptTooLong(
-            f"the input of {len(tokens)} tokens exceeds the maximum allowed length of {fleet.context_len - 1} tokens"
+            f"the input of {len(tokens)} tokens is longer than the model's context length allows: the maximum allowed "
+            f"length is {fleet.context_len - 1} tokens"
         )
     if fleet.vocab_size and ids and not 0 <= min(ids) <= max(ids) < fleet.vocab_size:
-        raise InvalidRequest(f"token ids must be from 0 to {fleet.vocab_size - 1}")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise InvalidRequest(f"token id {wrong} is out of vocabulary, whose ids are from 0 to {fleet.vocab_size - 1}")
     if request.sampling.HasField("grammar"):
         # The grammar says where the output ends: cut elsewhere, it would be no text of it.
         for field in ("stop", "stop_token_ids", "ignore_eos"):

@@ -98,6 +98,20 @@ async def test_prompt_logprobs_of_a_chat(client: AsyncOpenAI) -> None:
     assert refused.value.param == "prompt_logprobs"
 
 
+async def test_token_ids_of_a_chat(client: AsyncOpenAI) -> None:
+    more: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    for n in (1, 2):
+        whole = (await client.chat.completions.create(model=MODEL, messages=SAY, n=n, **more)).model_dump()
+        assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"] and whole["prompt_logprobs"] is None
+        streamed: dict[int, list[int]] = {}
+        async for chunk in await client.chat.completions.create(model=MODEL, messages=SAY, n=n, stream=True, **more):
+            (choice,) = chunk.model_dump()["choices"]
+            if choice["index"] not in streamed:
+                assert chunk.model_dump()["prompt_token_ids"] == whole["prompt_token_ids"]
+            streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
+        assert streamed == {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+
+
 async def test_best_of_returns_the_likeliest(client: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 0}
     every = (await complete(client, n=5, **asked)).choices
@@ -223,6 +237,11 @@ async def test_fields_that_change_nothing_are_accepted(client: AsyncOpenAI) -> N
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"best_of": 0}, "best_of"),
         ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": None}}, "stream_options"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"top_k": -2}, "top_k"),
         ({"n": 200}, "n"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"prompt": []}, "prompt"),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.harness import Harness, running
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -18,11 +19,15 @@ async def http(cluster: Harness) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_what_is_served_has_both_names(http: httpx.AsyncClient) -> None:
+async def test_what_is_served_has_both_names(cluster: Harness, http: httpx.AsyncClient) -> None:
     for name in ("model_info", "server_info"):
         answers = [(await http.get(path)).json() for path in (f"/{name}", f"/get_{name}")]
         assert answers[0] == answers[1] and answers[0]["served_model_name"] == "holdfast-tiny"
-    assert (await http.get("/server_info")).json()["workers"] == ["w0@1", "w1@1"]
+    links = cluster.router.core.fleet.alive()
+    await until(lambda: all(link.stats.groups for link in links), 10, "the workers' first beats")
+    info = (await http.get("/server_info")).json()
+    assert info["workers"] == ["w0@1", "w1@1"] and isinstance(info["version"], str)
+    assert info["page_size"] == 16 and info["max_total_num_tokens"] == 16 * links[0].stats.groups[0].total
 
 
 async def test_health_generate_needs_a_worker(tmp_path: Path) -> None:
@@ -56,6 +61,18 @@ async def test_tokens_and_texts(http: httpx.AsyncClient) -> None:
     chat = (await http.post("/tokenize", json={"messages": messages})).json()
     used = (await http.post("/v1/chat/completions", json={"model": "holdfast-tiny", "messages": messages})).json()
     assert chat["count"] == used["usage"]["prompt_tokens"]
+
+
+async def test_tokens_of_a_chat(http: httpx.AsyncClient) -> None:
+    async def tokens(**more: Any) -> Any:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
+        return (await http.post("/tokenize", json={"messages": messages} | more)).json()
+
+    whole = await tokens(return_token_strs=True)
+    assert "".join(whole["token_strs"]).endswith("<|assistant|>")
+    assert (await tokens(add_generation_prompt=False))["tokens"] == whole["tokens"][:-1]
+    continued = (await tokens(continue_final_message=True))["tokens"]
+    assert continued == whole["tokens"][: len(continued)] and len(continued) < len(whole["tokens"]) - 1
 
 
 @pytest.mark.parametrize(

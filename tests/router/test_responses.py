@@ -143,11 +143,11 @@ async def test_a_stream_cut_by_a_dead_router_resumes_at_another(cluster: Harness
 async def test_a_background_response_outlives_its_router(cluster: Harness, clients: list[AsyncOpenAI]) -> None:
     whole = (await ask(clients[1], LONG, max_output_tokens=300, extra_body=ON)).output_text
     response = await ask(clients[0], LONG, max_output_tokens=300, extra_body=ON, background=True)
-    assert response.status == "in_progress"
+    assert response.status == "queued"
     live = cluster.routers[0].core.live
     await until(lambda: any(turn.num_output > 10 for turn in live._turns.values()), 10, "some tokens")
     cluster.lose_router()
-    while response.status == "in_progress":
+    while response.status in ("queued", "in_progress"):
         await asyncio.sleep(0.05)
         response = await clients[1].responses.retrieve(response.id)
     assert response.output_text == whole
@@ -155,6 +155,7 @@ async def test_a_background_response_outlives_its_router(cluster: Harness, clien
 
 async def test_background_is_polled_followed_and_cancelled_anywhere(clients: list[AsyncOpenAI]) -> None:
     made = await ask(clients[0], "What is a tuple?", background=True)
+    assert made.status == "queued"
     stream = await clients[1].responses.retrieve(made.id, stream=True)
     events = [event async for event in stream]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -167,8 +168,27 @@ async def test_background_is_polled_followed_and_cancelled_anywhere(clients: lis
     assert (await clients[0].responses.cancel(long.id)).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be continued"):
         await ask(clients[0], "And?", previous_response_id=long.id)
-    with pytest.raises(openai.BadRequestError, match="does not run in the background"):
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         await clients[0].responses.cancel((await ask(clients[0], "Hm?", max_output_tokens=2)).id)
+
+
+async def test_the_input_is_counted_before_it_is_sent(clients: list[AsyncOpenAI]) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    one = await ask(clients[0], "What is a tuple?", instructions="Be brief.", max_output_tokens=4)
+    for i, more in enumerate(({}, {"previous_response_id": one.id}, {"tools": [tool]})):
+        given: dict[str, Any] = {"input": f"And {i}?", "instructions": "Be kind."} | more
+        counted = await clients[i % 2].responses.input_tokens.count(model=MODEL, **given)
+        used = await clients[0].responses.create(model=MODEL, max_output_tokens=2, **given)
+        assert used.usage is not None and counted.input_tokens == used.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await clients[0].responses.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_unknown")
+
+
+async def test_sampling_beyond_openai_s_is_used(clients: list[AsyncOpenAI]) -> None:
+    likeliest = await ask(clients[0], "Hello", temperature=0)
+    assert (await ask(clients[1], "Hello", temperature=1.0)).output_text != likeliest.output_text
+    first = await ask(clients[1], "Hello", temperature=1.0, extra_body={"top_k": 1})
+    assert first.output_text == likeliest.output_text
 
 
 async def test_a_cancel_before_the_turn_is_live_is_not_lost(
@@ -258,8 +278,9 @@ async def test_a_client_that_leaves_cancels_its_response(cluster: Harness, clien
     while (left := await clients[1].responses.retrieve(response_id)).status == "in_progress":
         await asyncio.sleep(0.05)
     assert (left.status, left.output) == ("cancelled", [])
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError) as caught:
         await ask(clients[0], "Hm?", previous_response_id="resp_unknown")
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
     journal = cluster.router.core.journal
     assert [key for key, _ in await journal.list_objects("", "response/")] == [f"response/{response_id}"]
 
@@ -268,12 +289,13 @@ async def test_a_client_that_leaves_cancels_its_response(cluster: Harness, clien
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"previous_response_id": "resp_unknown"}, "response resp_unknown does not exist"),
+        ({"previous_response_id": "resp_unknown"}, "Previous response with id 'resp_unknown' not found"),
         ({"conversation": "conv_unknown"}, "conversation conv_unknown does not exist"),
         ({"previous_response_id": "a", "conversation": "b"}, "set only one of previous_response_id and conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"model": "gpt-5"}, "is not served here"),
-        ({"background": True, "store": False}, "a background response must be stored"),
+        ({"background": True, "store": False}, "background can only be used when `store` is true"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text"),
     ],
 )

@@ -79,6 +79,7 @@ def chat_routes(core: RouterCore) -> APIRouter:
             legacy=body.is_legacy,
             short_ids=core.style.calls is not None and core.style.calls.short_ids,
             shows_logprobs=body.logprobs,
+            shows_ids=body.return_token_ids,
             scores_prompt=body.prompt_logprobs is not None,
         )
         prepare = core.inputs.of_text(text, special=False)

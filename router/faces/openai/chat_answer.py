@@ -16,7 +16,7 @@ from router.turns.turn import TurnChunk, TurnRequest
 class ChatAnswer:
     """Chat's ``AnswerFormat``. ``new_parser`` makes the parser of one choice; None: all of it is text.
 
-    ``scores_prompt``: it has the prompt's logprobs too.
+    ``shows_ids``, ``scores_prompt``: it has token ids, and the prompt's logprobs, as vLLM's answers.
     """
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -29,22 +29,23 @@ class ChatAnswer:
         legacy: bool = False,
         short_ids: bool = False,
         shows_logprobs: bool = False,
+        shows_ids: bool = False,
         scores_prompt: bool = False,
     ) -> None:
         self.codec, self.new_parser = codec, new_parser
         self.legacy, self.short_ids = legacy, short_ids
-        self.shows_logprobs, self.scores_prompt = shows_logprobs, scores_prompt
+        self.shows_logprobs, self.shows_ids, self.scores_prompt = shows_logprobs, shows_ids, scores_prompt
 
     def new_choice(self, request: TurnRequest) -> ChatChoice:
         """One choice of an answer."""
-        return ChatChoice(self, request.turn_id)
+        return ChatChoice(self, request)
 
 
 class ChatChoice:
     """One choice, while it grows."""
 
-    def __init__(self, answer: ChatAnswer, turn_id: str) -> None:
-        self._answer, self._turn_id = answer, turn_id
+    def __init__(self, answer: ChatAnswer, request: TurnRequest) -> None:
+        self._answer, self._request = answer, request
         self._codec = answer.codec
         self._reader = AnswerReader(answer.codec, answer.new_parser() if answer.new_parser is not None else None)
         self._has_calls = False
@@ -64,12 +65,15 @@ class ChatChoice:
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
             message |= self._calls(delta.calls, whole=True)
-        return {"index": 0, "message": message, "logprobs": self._logprobs(total)} | self._finish(total)
+        choice = {"index": 0, "message": message, "logprobs": self._logprobs(total)}
+        return choice | self._finish(total) | self._ids(total)
 
     def top(self, total: TurnChunk) -> dict[str, Any]:
-        if not self._answer.scores_prompt:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(self._codec, total.input_logprobs)}
+        scores = prompt_logprobs(self._codec, total.input_logprobs) if self._answer.scores_prompt else None
+        return {"prompt_logprobs": scores} | self.opening()
+
+    def opening(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._request.prompt or ())} if self._answer.shows_ids else {}
 
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
         if chunk.text_before:
@@ -82,7 +86,7 @@ class ChatChoice:
             body |= self._calls(new.calls, whole=False)
         if new.text or not (new.reasoning or new.calls):
             body["content"] = new.text
-        return {"index": 0, "delta": body, "logprobs": self._logprobs(chunk)} | self._finish(chunk)
+        return {"index": 0, "delta": body, "logprobs": self._logprobs(chunk)} | self._finish(chunk) | self._ids(chunk)
 
     def _parse(self, text: str, *, ended: bool) -> Delta:
         delta = self._reader.read(text, ended=ended)
@@ -101,7 +105,7 @@ class ChatChoice:
         name = {"name": call.name} if call.name else {}
         body: dict[str, Any] = {} if whole else {"index": call.index}
         if call.name:
-            body |= {"id": call_id(self._turn_id, call.index, short=self._answer.short_ids), "type": "function"}
+            body |= {"id": call_id(self._request.turn_id, call.index, short=self._answer.short_ids), "type": "function"}
         return body | {"function": name | {"arguments": call.arguments}}
 
     def _finish(self, chunk: TurnChunk) -> dict[str, Any]:
@@ -109,6 +113,9 @@ class ChatChoice:
         if reason == "stop" and self._has_calls:
             reason = "function_call" if self._answer.legacy else "tool_calls"
         return {"finish_reason": reason, "matched_stop": chunk.matched} if reason else {"finish_reason": None}
+
+    def _ids(self, chunk: TurnChunk) -> dict[str, Any]:
+        return {"token_ids": chunk.tokens} if self._answer.shows_ids else {}
 
     def _logprobs(self, chunk: TurnChunk) -> dict[str, Any] | None:
         if not (self._answer.shows_logprobs and chunk.logprobs):

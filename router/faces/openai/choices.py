@@ -19,7 +19,7 @@ from router.faces.openai.generation import (
     AnswerFormat,
     Choice,
     GenerationBody,
-    check_model,
+    check_generation,
     completion_details,
     usage_of,
 )
@@ -48,7 +48,7 @@ async def generate_choices(
     others run on forks of it that end with them. ``best_of``: so many are made for each prompt, and the likeliest
     returned. Raises UnsupportedParameter for several prompts with a session.
     """
-    check_model(core, body.model)
+    check_generation(core, body)
     num_made = best_of or body.n
     if session_id and len(prompts) > 1:
         raise UnsupportedParameter("prompt: a session has one history; send one prompt", "prompt")
@@ -119,7 +119,7 @@ async def _stream(
     if isinstance(first, Response):
         core.gateway.in_background(_release(core, tenant, forks))
         return first
-    usage = body.stream_options is not None and body.stream_options.include_usage
+    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     choices = [answer.new_choice(request) for request in requests]
     events = _events(answer, _head(core, answer), first, chunks, choices, body.n, usage)
 
@@ -175,9 +175,10 @@ async def _events(
     try:
         while True:
             choice, chunk = item
+            opening = choices[choice].opening() if choice not in seen else {}
             body = choices[choice].delta(chunk, first=choice not in seen) | {"index": choice}
             seen[choice], num_tokens[choice] = chunk, num_tokens.get(choice, 0) + len(chunk.tokens)
-            yield sse_event(head | {"choices": [body]})
+            yield sse_event(head | {"choices": [body]} | opening)
             try:
                 item = await anext(chunks)
             except StopAsyncIteration:

@@ -40,10 +40,10 @@ class CompletionChoice:
         self._offset = 0
 
     def whole(self, total: TurnChunk, text: str) -> dict[str, Any]:
-        body = self.delta(total, first=True) | {"text": self._before(first=True) + text}
-        if self._answer.num_prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._answer.codec, total.input_logprobs)
-        return body
+        scored = self._answer.num_prompt_logprobs is not None
+        scores = prompt_logprobs(self._answer.codec, total.input_logprobs) if scored else None
+        body = self.delta(total, first=True)
+        return body | {"text": self._before(first=True) + text, "prompt_logprobs": scores}
 
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
         body: dict[str, Any] = {"index": 0, "text": self._before(first=first) + chunk.text}
@@ -56,7 +56,12 @@ class CompletionChoice:
 
     @staticmethod
     def top(total: TurnChunk) -> dict[str, Any]:
-        """Beside the choices."""
+        """Nothing is beside the choices."""
+        return {}
+
+    @staticmethod
+    def opening() -> dict[str, Any]:
+        """Nor in a stream."""
         return {}
 
     @property

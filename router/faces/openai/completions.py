@@ -55,6 +55,8 @@ def completion_routes(core: RouterCore) -> APIRouter:
             "object": "model",
             "created": started,
             "owned_by": "holdfast",
+            "root": core.config.served_model_name,
+            "parent": None,
             "max_model_len": core.fleet.context_len,
         }
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Protocol
 
 from fastapi import Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, model_validator
 from starlette.responses import Response
 
 from holdfast.errors import HoldfastError, InvalidRequest, ModelNotFound
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import BACKGROUND_TIER, Count, Int32, Int64, Name, ServiceTier
+from router.faces.fields import BACKGROUND_TIER, Count, CountOrNone, Int64, Name, ServiceTier
 from router.faces.grammars import GrammarFields
 from router.faces.http import (
     DONE,
@@ -29,8 +29,8 @@ from router.turns.turn import Prepare, TurnChunk, TurnRequest
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(SamplingFields, GrammarFields):
@@ -42,13 +42,19 @@ class GenerationBody(SamplingFields, GrammarFields):
     n: Count = 1
     max_tokens: Count | None = None
     seed: Int64 | None = None
-    min_tokens: Int32 = Field(0, ge=0)
+    min_tokens: CountOrNone = 0
     prompt_cache_key: Name = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     return_token_ids: bool = False
     service_tier: ServiceTier | None = None
+
+    @model_validator(mode="after")
+    def _refuse_stream_options_without_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: are only allowed with stream", "stream_options")
+        return self
 
     def sampling(self, num_logprobs: int | None) -> session_pb2.Sampling:
         return self.sampling_message(
@@ -76,6 +82,9 @@ class Choice(Protocol):
     def top(self, total: TurnChunk) -> dict[str, Any]:
         """What a whole answer has beside its choices."""
 
+    def opening(self) -> dict[str, Any]:
+        """What its first event of a stream has beside it."""
+
     def delta(self, chunk: TurnChunk, *, first: bool) -> dict[str, Any]:
         """The choice of one event of a stream."""
 
@@ -98,6 +107,18 @@ def check_model(core: RouterCore, name: str) -> None:
         raise ModelNotFound(f"model {name!r} is not served here; this is {served!r}")
 
 
+def check_generation(core: RouterCore, body: GenerationBody) -> None:
+    """Raises ModelNotFound, and InvalidRequest for an output that no context has room for."""
+    check_model(core, body.model)
+    context_len = core.fleet.context_len
+    if context_len and (body.max_tokens or 0) > context_len:
+        raise InvalidRequest(
+            f"max_tokens or max_completion_tokens is too large: {body.max_tokens}; the model's context has "
+            f"{context_len} tokens",
+            "max_tokens",
+        )
+
+
 async def generate(
     core: RouterCore,
     http: Request,
@@ -109,7 +130,7 @@ async def generate(
     session_id: str,
 ) -> Any:
     """Run a turn, or resume it from ``Last-Event-ID``, and answer as the request wants."""
-    check_model(core, body.model)
+    check_generation(core, body)
     request = TurnRequest(
         tenant=tenant, prepare=prepare, sampling=sampling, session_id=session_id, cache_key=body.prompt_cache_key
     )
@@ -182,6 +203,8 @@ async def _events(
         while True:
             num_tokens = max(num_tokens, chunk.index + len(chunk.tokens))
             body = head | {"choices": [choice.delta(chunk, first=chunk is first)]}
+            if chunk is first:
+                body |= choice.opening()
             if options.include_usage:
                 body["usage"] = usage_of(chunk, num_tokens) if options.continuous_usage_stats else None
             event = f"id: {request.turn_id}:{num_tokens}\n".encode() + sse_event(body)

@@ -10,10 +10,11 @@ from pydantic import BaseModel, Field, model_validator
 
 from holdfast.errors import InvalidRequest
 from holdfast.v1 import session_pb2
-from router.faces.fields import BACKGROUND_TIER, MAX_TOP_LOGPROBS, Count, Int64, OpenAIBody, ServiceTier, Temperature
+from router.faces.fields import BACKGROUND_TIER, MAX_TOP_LOGPROBS, Count, Int64, OpenAIBody, ServiceTier
 from router.faces.grammars import JsonObjectFormat, JsonSchema, TextFormat, of_schema, only_one
 from router.faces.openai.response_tools import FlatChoice, FlatTool
 from router.faces.openai.stored_response import StoredResponse
+from router.faces.sampling import SamplingFields
 from router.faces.tools import MAX_TOOLS, FunctionName
 
 MAX_METADATA = 16
@@ -111,7 +112,7 @@ class TextSettings(BaseModel):
         return of_schema({"type": "object"}, "text.format") if isinstance(self.format, JsonObjectFormat) else None
 
 
-class ResponseBody(OpenAIBody):
+class ResponseBody(OpenAIBody, SamplingFields):
     model: str = ""
     input: str | list[Item] = Field(min_length=1)
     instructions: str | None = None
@@ -121,10 +122,7 @@ class ResponseBody(OpenAIBody):
     background: bool = False
     stream: bool = False
     max_output_tokens: Count | None = None
-    temperature: Temperature = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
     seed: Int64 | None = None
-    ignore_eos: bool = False
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     tools: list[FlatTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
@@ -143,7 +141,7 @@ class ResponseBody(OpenAIBody):
         if self.previous_response_id and self.conversation:
             raise InvalidRequest("set only one of previous_response_id and conversation", "conversation")
         if self.background and not self.store:
-            raise InvalidRequest("a background response must be stored", "store")
+            raise InvalidRequest("background can only be used when `store` is true", "store")
         return self
 
     def items(self) -> list[dict[str, Any]]:
@@ -159,13 +157,10 @@ class ResponseBody(OpenAIBody):
         """The response that the request creates."""
         response_id = f"resp_{uuid.uuid4().hex}"
         conversation = self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
-        sampling = session_pb2.Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
+        sampling = self.sampling_message(
             seed=self.seed,
             max_tokens=self.max_output_tokens,
             logprobs=self.top_logprobs if LOGPROBS in (self.include or ()) else None,
-            ignore_eos=self.ignore_eos,
             background=self.service_tier == BACKGROUND_TIER,
             grammar=self.text.grammar() if self.text is not None else None,
         )

@@ -23,6 +23,7 @@ from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
     InvalidRequest,
+    PreviousResponseNotFound,
     ResponseNotFound,
     SessionBusy,
     SessionExists,
@@ -138,7 +139,11 @@ class ResponseTurns:
             return response.conversation
         if response.previous_response_id is None:
             return response.session_id
-        before = await self.settled(response.previous_response_id, tenant)
+        try:
+            before = await self.settled(response.previous_response_id, tenant)
+        except ResponseNotFound:
+            message = f"Previous response with id '{response.previous_response_id}' not found."
+            raise PreviousResponseNotFound(message, "previous_response_id") from None
         if before.status not in ("completed", "incomplete"):
             raise InvalidRequest(
                 f"previous_response_id: {before.id} is {before.status} and cannot be continued", "previous_response_id"
@@ -162,10 +167,19 @@ class ResponseTurns:
             head = await self._journal.get_object(tenant, f"head/{session.record.shown_id}")
             if head != response.previous_response_id.encode():
                 raise _SessionChanged("another turn followed on the session")
-        use = tool_use_of(response)
-        text = await render_input(self._core, response, await self.history(response, tenant), use, sampling)
-        constrain(self._core, use, text, sampling, reasoning=True)
+        text = await self._rendered(response, tenant, sampling)
+        constrain(self._core, tool_use_of(response), text, sampling, reasoning=True)
         return await self._core.inputs.of_text(text, special=False)(session)
+
+    async def _rendered(self, response: StoredResponse, tenant: str, sampling: session_pb2.Sampling) -> str:
+        items = await self.history(response, tenant)
+        return await render_input(self._core, response, items, tool_use_of(response), sampling)
+
+    async def num_input_tokens(self, response: StoredResponse, tenant: str) -> int:
+        """Of a response that is not created: its history's and its own. Raises as ``create``."""
+        await self._session_of(response, tenant)
+        text = await self._rendered(response, tenant, session_pb2.Sampling.FromString(response.sampling))
+        return len(await self._core.inputs.encode(text, special=False))
 
     async def history(self, response: StoredResponse, tenant: str) -> list[dict[str, Any]]:
         """All items up to and including the response's input. Raises ResponseNotFound if an earlier one was deleted."""
@@ -265,7 +279,7 @@ class ResponseTurns:
         """The response as it was stored last. Raises ResponseNotFound."""
         found = await self._journal.get_object(tenant, f"response/{response_id}")
         if found is None:
-            raise ResponseNotFound(f"response {response_id} does not exist")
+            raise ResponseNotFound(f"Response with id '{response_id}' not found.")
         return StoredResponse.model_validate_json(found)
 
     async def settled(self, response_id: str, tenant: str) -> StoredResponse:
@@ -314,7 +328,7 @@ class ResponseTurns:
         """
         response = await self.settled(response_id, tenant)
         if not response.background:
-            raise InvalidRequest(f"response {response_id} does not run in the background; close its stream instead")
+            raise InvalidRequest("Cannot cancel a synchronous response. Close its stream instead.")
         deadline = time.monotonic() + self._core.config.control_timeout_s
         if not response.ended:
             await self._journal.put_objects(tenant, {f"cancel/{response_id}": b""})

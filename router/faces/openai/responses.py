@@ -31,9 +31,18 @@ def response_routes(core: RouterCore, responses: ResponseTurns) -> APIRouter:
                 return first
             return event_stream(response_events(core, responses, response, tenant, with_first(first, stream), -1))
         if body.background:
-            return response_json(response)
+            return response_json(response) | {"status": "queued"}
         result = await until_disconnect(http, collect(stream))
         return result if isinstance(result, Response) else response_json(response)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def count(tenant: Tenant, body: ResponseBody) -> dict[str, Any]:
+        check_model(core, body.model)
+        response = body.response(core.config.served_model_name)
+        return {
+            "object": "response.input_tokens",
+            "input_tokens": await responses.num_input_tokens(response, tenant),
+        }
 
     @routes.get("/v1/responses/{response_id}")
     async def retrieve(tenant: Tenant, response_id: str, stream: bool = False, starting_after: int = Query(-1)) -> Any:

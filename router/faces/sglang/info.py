@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from importlib import metadata
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -15,20 +16,23 @@ from router.core import RouterCore
 from router.faces.fields import TokenId
 from router.faces.http import Tenant, collect, until_disconnect
 from router.faces.messages import template_messages
+from router.faces.tools import ToolFields
 from router.turns.sessions import Session
 from router.turns.turn import TurnRequest
 
 MAX_TEXTS = 1024
 
 
-class TokenizeBody(BaseModel):
-    """A prompt or several, or, as vLLM has it, messages."""
-
-    model_config = ConfigDict(extra="ignore")
+class TokenizeBody(ToolFields):
+    """A prompt or several, or, as vLLM has it, a chat."""
 
     prompt: str | Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Default: before a prompt, and not before a chat, whose template has them."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(BaseModel):
@@ -40,7 +44,7 @@ class DetokenizeBody(BaseModel):
 
 def info_routes(core: RouterCore) -> APIRouter:
     """The endpoints over a router."""
-    routes = APIRouter()
+    routes, version = APIRouter(), metadata.version("holdfast")
 
     @routes.get("/get_model_info")
     @routes.get("/model_info")
@@ -80,6 +84,9 @@ def info_routes(core: RouterCore) -> APIRouter:
             "model_path": str(core.config.model),
             "served_model_name": core.config.served_model_name,
             "context_length": core.fleet.context_len,
+            "max_total_num_tokens": core.fleet.num_kv_tokens,
+            "page_size": core.fleet.page_size,
+            "version": version,
             "status": "ready" if core.fleet.alive() else "no worker",
             "workers": [link.name for link in core.fleet.alive()],
             "max_live_turns": core.config.max_live_turns,
@@ -102,15 +109,25 @@ def info_routes(core: RouterCore) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            text = await core.inputs.render_chat(template_messages(body.messages, core.codec.chat_template))
-            tokens: Any = (await core.inputs.encode(text, special=False)).tolist()
-        elif isinstance(body.prompt, list):
-            encoded = [await core.inputs.encode(text, special=body.add_special_tokens) for text in body.prompt]
-            tokens = [part.tolist() for part in encoded]
-            return {"tokens": tokens, "count": [len(part) for part in tokens], "max_model_len": core.fleet.context_len}
+            use = body.tool_use()
+            texts = [
+                await core.inputs.render_chat(
+                    template_messages(body.messages, core.codec.chat_template),
+                    use.templates,
+                    body.template_variables(),
+                    continues=body.continue_final_message,
+                    answers=body.add_generation_prompt,
+                )
+            ]
         else:
-            tokens = (await core.inputs.encode(body.prompt or "", special=body.add_special_tokens)).tolist()
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": core.fleet.context_len}
+            texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
+        tokens = [(await core.inputs.encode(text, special=special)).tolist() for text in texts]
+        fields: dict[str, list[Any]] = {"tokens": tokens, "count": [len(part) for part in tokens]}
+        if body.return_token_strs:
+            fields["token_strs"] = [[core.codec.decode([token]) for token in part] for part in tokens]
+        one = {name: each[0] for name, each in fields.items()} if not isinstance(body.prompt, list) else fields
+        return one | {"max_model_len": core.fleet.context_len}
 
     @routes.post("/detokenize")
     @routes.post("/v1/detokenize")
