@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import HoldfastError, RequestTooLarge
 from router.access.keys import Identity
+from router.faces.fields import MAX_NAME
 from router.turns.turn import TurnChunk
 
 T = TypeVar("T")
@@ -90,6 +92,29 @@ class LimitedBody:
                 await error_response(too_large)(scope, receive, send)
 
         await self._app(scope, limited, answer)
+
+
+class RequestIds:
+    """ASGI middleware: an answer has its request's ``X-Request-Id``, or a new one, as ``X-Request-Id`` and, for
+    Anthropic's clients, as ``Request-Id``: what clients log of a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given if 0 < len(given) <= MAX_NAME else uuid.uuid4().hex.encode()
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                ids = [(name, request_id) for name in (b"x-request-id", b"request-id")]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
+            await send(message)
+
+        await self._app(scope, receive, sending)
 
 
 def error_response(error: HoldfastError) -> JSONResponse:

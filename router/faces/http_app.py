@@ -16,7 +16,7 @@ from router.faces.anthropic.messages import anthropic_routes
 from router.faces.docs_page import docs_routes
 from router.faces.doors import Doors, error_in_format, refuse_unlisted
 from router.faces.fields import refuse_invalid_text
-from router.faces.http import LimitedBody
+from router.faces.http import LimitedBody, RequestIds
 from router.faces.openai.batches import batch_routes
 from router.faces.openai.chat import chat_routes
 from router.faces.openai.completions import completion_routes
@@ -29,6 +29,7 @@ from router.faces.operator import operator_routes
 from router.faces.sglang.generate import sglang_routes
 from router.faces.sglang.info import info_routes
 from router.faces.sglang.parsing import parsing_routes
+from router.faces.sglang.score import score_routes
 
 
 def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
@@ -39,6 +40,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     limits = {"": core.config.max_message_bytes, "/v1/files": core.config.max_file_bytes + MULTIPART_BYTES}
     app.add_middleware(LimitedBody, limits=limits)
     app.add_middleware(Doors, keyring=core.keyring, audit_log=core.audit_log, tracing=core.tracing)
+    app.add_middleware(RequestIds)
     conversations = Conversations(core)
     app.include_router(completion_routes(core))
     app.include_router(chat_routes(core))
@@ -50,6 +52,7 @@ def http_app(core: RouterCore, grpc_address: Callable[[], str]) -> FastAPI:
     app.include_router(sglang_routes(core))
     app.include_router(info_routes(core))
     app.include_router(parsing_routes(core))
+    app.include_router(score_routes(core))
     app.include_router(docs_routes())
     app.include_router(operator_routes(core, grpc_address))
     _answer_errors(app)

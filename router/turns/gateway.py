@@ -72,7 +72,9 @@ class Gateway:
         self._live.refuse_full(request.tenant, background=request.sampling.background)
         self._live.refuse_spent(request.tenant)
         if self._live.has(request.tenant, request.turn_id):
-            raise SessionBusy(f"request {request.turn_id} is running already; resume it, or use another id")
+            raise SessionBusy(
+                f"Duplicate request ID {request.turn_id}: it is running already; use another, or resume it"
+            )
         self._live.count(request.tenant)
         self._trace(request)
         session = None

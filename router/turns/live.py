@@ -52,6 +52,11 @@ class LiveTurns:
         total = self._config.max_live_turns
         return total if self._keyring.num_tenants < 2 else -(-total // 2)
 
+    @property
+    def num_turns(self) -> int:
+        """Turns that run or wait, of all tenants."""
+        return self._num_by_tenant.total()
+
     def count(self, tenant: str) -> None:
         """Count a turn, before it waits for anything."""
         self._num_by_tenant[tenant] += 1

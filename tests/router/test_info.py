@@ -115,3 +115,20 @@ async def test_an_assistant_may_have_called_tools(http: httpx.AsyncClient) -> No
 async def test_a_malformed_tool_call_is_refused(http: httpx.AsyncClient, call: dict[str, Any]) -> None:
     answer = await http.post("/v1/chat/completions", json=history(**call))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+async def test_an_answer_has_its_request_s_id(http: httpx.AsyncClient) -> None:
+    for path, given in (("/v1/models", "mine"), ("/health", "x" * 256), ("/v1/nothing", "a b")):
+        headers = (await http.get(path, headers={"X-Request-ID": given})).headers
+        assert headers.get_list("x-request-id") == headers.get_list("request-id") == [given]
+    own = [(await http.get("/v1/models", headers=h)).headers["x-request-id"] for h in ({}, {"X-Request-ID": "x" * 257})]
+    assert all(len(request_id) == 32 for request_id in own) and own[0] != own[1]
+
+
+async def test_version_and_load(cluster: Harness, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json()["version"] == (await http.get("/server_info")).json()["version"]
+    assert (await http.get("/load")).json() == {"server_load": 0}
+    body = {"model": "holdfast-tiny", "prompt": "x", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    async with http.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.status_code == 200 and (await http.get("/load")).json() == {"server_load": 1}
+    await until(lambda: cluster.router.core.live.num_turns == 0, 10, "the turn of a client that left to end")

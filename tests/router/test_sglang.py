@@ -127,6 +127,18 @@ async def test_abort_rolls_back_to_the_last_good_turn(http: httpx.AsyncClient, c
     assert alone["output_ids"] == again["output_ids"]
 
 
+async def test_an_id_names_one_request_at_a_time(http: httpx.AsyncClient) -> None:
+    twice = {"text": ["a", "b"], "rid": ["same", "same"], "sampling_params": {"max_new_tokens": 2}}
+    running = asyncio.create_task(generate(http, body(max_new_tokens=3000, text="a", rid="same")))
+    await asyncio.sleep(0.1)
+    for request in twice, body(text="b", rid="same"):
+        refused = await http.post("/generate", json=request)
+        assert refused.status_code == 400 and "Duplicate request ID same" in refused.json()["error"]["message"]
+    await http.post("/abort_request", json={"rid": "same"})
+    await running
+    assert (await http.post("/generate", json=body(text="b", rid="same"))).status_code == 200
+
+
 async def test_a_session_is_opened_once(http: httpx.AsyncClient) -> None:
     for streaming in True, False:
         opening = {"session_id": f"s-{streaming}", "streaming": streaming}

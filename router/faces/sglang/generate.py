@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -136,6 +137,9 @@ async def _generate_batch(
         raise InvalidRequest("session_params: a session has one turn at a time; send one prompt", "session_params")
     requests = [_turn_request(core, part, tenant) for part in parts]
     answers = [Answer(part, request, core.codec) for part, request in zip(parts, requests, strict=True)]
+    twice = [turn_id for turn_id, count in Counter(request.turn_id for request in requests).items() if count > 1]
+    if twice:
+        raise InvalidRequest(f"rid: Duplicate request ID {twice[0]}", "rid")
     try:
         if batch.stream:
             chunks = side_by_side(core, requests)

@@ -92,6 +92,15 @@ def info_routes(core: RouterCore) -> APIRouter:
             "max_live_turns": core.config.max_live_turns,
         }
 
+    @routes.get("/version")
+    async def versions() -> dict[str, str]:
+        return {"version": version}
+
+    @routes.get("/load")
+    async def load() -> dict[str, int]:
+        """vLLM's figure of load: the turns that run or wait on this router."""
+        return {"server_load": core.live.num_turns}
+
     @routes.get("/health_generate")
     async def health_generate(http: Request) -> Response:
         """A worker generates one token; an error's status otherwise."""
