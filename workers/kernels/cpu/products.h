@@ -15,8 +15,9 @@ namespace holdfast {
 
 constexpr int PANEL = 32;
 
-// Their sums fill most of AVX-512's registers, 28 of 32. With more than 8 of AVX2's 16, compilers keep some in memory.
-constexpr int TILE_ROWS = LANES == 16 ? 14 : 4;
+// Their sums fill most of the registers: 28 of AVX-512's 32, 12 of AVX2's 16, beside two columns and a row. SSE's sums
+// need another for each product.
+constexpr int TILE_ROWS = LANES == 16 ? 14 : LANES == 8 ? 6 : 4;
 constexpr int tile_vectors(int rows) { return LANES == 16 || rows > 2 ? 2 : 4; }
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
@@ -107,10 +108,11 @@ inline Floats in_register(Floats x) {
     return x;
 }
 
-// How many bytes before its turn a weight is asked for: no hardware guesses what lies past a page's end. With fewer rows
-// the sums are so quick that the CPU is as far ahead by itself.
+// How many bytes before its turn a weight is asked for: no hardware guesses what lies past a page's end, nor, where a
+// panel is read in two halves, that every other line comes next. With fewer rows the sums are so quick that the CPU is
+// as far ahead by itself.
 constexpr int64_t AHEAD = 4096;
-constexpr int ASKING_ROWS = 4;
+constexpr int ASKING_ROWS = LANES == 16 ? 4 : 3;
 
 // ---- the sums of a tile --------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ template <int M, int S, int P, class T>
             unrolled<V>([&](auto v) INLINED {
                 pairs[v] = read<Words>(words_of(at, v));
                 columns[v] = as<Floats>(pairs[v] << 16);
-                if constexpr (M >= ASKING_ROWS) __builtin_prefetch(words_of(at, v) + AHEAD);
+                if constexpr (M >= ASKING_ROWS && v % (16 / LANES) == 0) __builtin_prefetch(words_of(at, v) + AHEAD);
             });
             unrolled<M>([&](auto m) INLINED {
                 unrolled<V>([&](auto v) INLINED { acc[m][v] = multiply_add(all(row[m]), columns[v], acc[m][v]); });
@@ -170,7 +172,8 @@ template <int M, int S, int P, class T>
             Floats columns[V];
             unrolled<V>([&](auto v) INLINED {
                 columns[v] = in_register(load(panel + v / S * apart + v % S * LANES));
-                if constexpr (sizeof(T) == 1 && v % S == 0) __builtin_prefetch(panel + v / S * apart + AHEAD);
+                if constexpr (v % S == 0 && (sizeof(T) == 1 || (LANES < 16 && M >= ASKING_ROWS)))
+                    __builtin_prefetch(panel + v / S * apart + AHEAD / int64_t(sizeof(T)));
             });
             unrolled<M>([&](auto m) INLINED {
                 unrolled<V>([&](auto v) INLINED { acc[m][v] = multiply_add(all(row[m]), columns[v], acc[m][v]); });
@@ -228,7 +231,7 @@ inline void widen_panel(const int8_t* panel, int64_t depth, float* to) {
 // ---- a whole product -----------------------------------------------------------------------------
 
 // Rows that are computed with the same panel while it is near.
-constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : 24);
+constexpr int BLOCK_ROWS = TILE_ROWS * (LANES == 16 ? 8 : LANES == 8 ? 16 : 24);
 // Of a panel of int8 that many rows read, so much is converted at a time. bf16 is converted between a tile's sums: its
 // two instructions cost less than fp32 panels, which a first cache does not hold.
 constexpr int64_t WIDE_DEPTH = LANES == 16 ? 512 : 128;
