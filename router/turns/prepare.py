@@ -6,6 +6,7 @@ import random
 from array import array
 
 from holdfast.errors import InvalidRequest, PromptTooLong
+from holdfast.tokens import out_of_vocabulary
 from router.fleet.fleet import Fleet
 from router.turns.sessions import Session
 from router.turns.turn import LiveTurn, TurnRequest
@@ -22,8 +23,8 @@ async def prepare_turn(request: TurnRequest, session: Session | None, fleet: Fle
             f"the input of {len(tokens)} tokens is longer than the model's context length allows: the maximum allowed "
             f"length is {fleet.context_len - 1} tokens"
         )
-    if fleet.vocab_size and ids and not 0 <= min(ids) <= max(ids) < fleet.vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
+    wrong = out_of_vocabulary(ids, fleet.vocab_size) if fleet.vocab_size else None
+    if wrong is not None:
         raise InvalidRequest(f"token id {wrong} is out of vocabulary, whose ids are from 0 to {fleet.vocab_size - 1}")
     if request.sampling.HasField("grammar"):
         # The grammar says where the output ends: cut elsewhere, it would be no text of it.

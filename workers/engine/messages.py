@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, InvalidRequest
+from holdfast.tokens import out_of_vocabulary
 from workers.engine.choice import TokenLogprobs
 from workers.kv import OWN_SCOPE, KVScope
 from workers.scheduling import DraftCounts, Finish, SamplingParams
@@ -40,10 +41,10 @@ class Submission:
 def check_tokens(submission: Submission, tokens: array[int], vocab_size: int) -> None:
     """Raises InvalidRequest if ``tokens``, its whole input, or its parameters name a token that does not exist."""
     new = submission.tokens  # the prefix was checked when it was submitted
-    if not tokens or (new and not 0 <= min(new) <= max(new) < vocab_size):
+    if not tokens or out_of_vocabulary(new, vocab_size) is not None:
         raise InvalidRequest(f"the input must hold at least one token, each from 0 to {vocab_size - 1}")
     predicted = submission.prediction
-    if predicted and not 0 <= min(predicted) <= max(predicted) < vocab_size:
+    if out_of_vocabulary(predicted, vocab_size) is not None:
         raise InvalidRequest(f"prediction: each token must be from 0 to {vocab_size - 1}", "prediction")
     if any(not 0 <= token < vocab_size for token in submission.params.stop_token_ids):
         raise InvalidRequest(f"stop_token_ids: each must be from 0 to {vocab_size - 1}", "stop_token_ids")
