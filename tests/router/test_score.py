@@ -43,6 +43,15 @@ async def test_over_the_labels_alone_they_are_one(http: httpx.AsyncClient) -> No
         assert shares == pytest.approx([chance / sum(chances) for chance in chances], abs=1e-6)
 
 
+async def test_a_text_that_the_model_would_end_is_scored(http: httpx.AsyncClient) -> None:
+    text = "What is an LLM?"
+    answer = (await http.post("/generate", json={"text": text, "sampling_params": {"temperature": 0}})).json()
+    (end,) = answer["output_ids"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
+    ((chance, other),) = (await score(http, query=text, items=[""], label_token_ids=[end, 443]))["scores"]
+    assert chance > other
+
+
 async def test_tokens_and_the_item_first(http: httpx.AsyncClient) -> None:
     async def tokens(text: str) -> list[int]:
         body = {"prompt": text, "add_special_tokens": False}

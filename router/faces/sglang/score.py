@@ -66,12 +66,11 @@ def score_routes(core: RouterCore) -> APIRouter:
                     "label_token_ids",
                 )
         wanted = list(dict.fromkeys(body.label_token_ids))
-        sampling = session_pb2.Sampling(max_tokens=1, logprobs=0, logprob_token_ids=wanted)
         requests = [
             TurnRequest(
                 tenant,
                 core.inputs.of_text(given, special=True) if isinstance(given, str) else of_tokens(array("i", given)),
-                sampling,
+                session_pb2.Sampling(max_tokens=1, logprobs=0, logprob_token_ids=wanted),
             )
             for given in body.inputs()
         ]
