@@ -167,18 +167,16 @@ class ResponseTurns:
             head = await self._journal.get_object(tenant, f"head/{session.record.shown_id}")
             if head != response.previous_response_id.encode():
                 raise _SessionChanged("another turn followed on the session")
-        text = await self._rendered(response, tenant, sampling)
-        constrain(self._core, tool_use_of(response), text, sampling, reasoning=True)
+        use = tool_use_of(response)
+        text = await render_input(self._core, response, await self.history(response, tenant), use, sampling)
+        constrain(self._core, use, text, sampling, reasoning=True)
         return await self._core.inputs.of_text(text, special=False)(session)
-
-    async def _rendered(self, response: StoredResponse, tenant: str, sampling: session_pb2.Sampling) -> str:
-        items = await self.history(response, tenant)
-        return await render_input(self._core, response, items, tool_use_of(response), sampling)
 
     async def num_input_tokens(self, response: StoredResponse, tenant: str) -> int:
         """Of a response that is not created: its history's and its own. Raises as ``create``."""
         await self._session_of(response, tenant)
-        text = await self._rendered(response, tenant, session_pb2.Sampling.FromString(response.sampling))
+        items, sampling = await self.history(response, tenant), session_pb2.Sampling.FromString(response.sampling)
+        text = await render_input(self._core, response, items, tool_use_of(response), sampling)
         return len(await self._core.inputs.encode(text, special=False))
 
     async def history(self, response: StoredResponse, tenant: str) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.errors import InvalidRequest, PromptTooLong, SessionBusy, SessionExists, SessionNotFound
+from holdfast.tokens import out_of_vocabulary
 from router.access.rules import OPERATOR
 from router.core import RouterCore
 from router.faces.http import Caller, Tenant, collect, event_stream, first_chunk, until_disconnect
@@ -182,7 +183,7 @@ def _turn_request(core: RouterCore, body: GenerateBody, tenant: str) -> TurnRequ
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("set exactly one of text and input_ids", "text")
     num_ids = core.fleet.vocab_size or 2**31  # while no worker is there to ask
-    if any(not 0 <= token < num_ids for token in body.token_ids_logprob or ()):
+    if out_of_vocabulary(array("i", body.token_ids_logprob or ()), num_ids) is not None:
         raise InvalidRequest(
             f"token_ids_logprob: has out-of-vocabulary ids; they are from 0 to {num_ids - 1}", "token_ids_logprob"
         )

@@ -14,9 +14,10 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from holdfast.errors import InvalidRequest
+from holdfast.tokens import out_of_vocabulary
 from holdfast.v1 import session_pb2
 from router.core import RouterCore
-from router.faces.fields import MAX_WANTED_TOKENS, Int32, TokenId
+from router.faces.fields import TokenId, WantedTokens
 from router.faces.http import Tenant, until_disconnect
 from router.faces.openai.generation import check_model
 from router.faces.several import MAX_TURNS, collect_all
@@ -32,7 +33,7 @@ class ScoreBody(BaseModel):
     model: str = ""
     query: str | Ids
     items: str | Annotated[list[str] | list[Ids], Field(max_length=MAX_TURNS)]
-    label_token_ids: list[Int32] = Field(min_length=1, max_length=MAX_WANTED_TOKENS)
+    label_token_ids: WantedTokens = Field(min_length=1)
     apply_softmax: bool = False
     """Over the labels alone; otherwise each has its chance among all tokens."""
     item_first: bool = False
@@ -59,12 +60,12 @@ def score_routes(core: RouterCore) -> APIRouter:
     async def score(http: Request, tenant: Tenant, body: ScoreBody) -> Any:
         check_model(core, body.model)
         num_ids = core.fleet.vocab_size or 2**31  # while no worker is there to ask
-        for label in body.label_token_ids:
-            if not 0 <= label < num_ids:
-                raise InvalidRequest(
-                    f"label_token_ids: Token ID {label} is out of vocabulary, whose ids are from 0 to {num_ids - 1}",
-                    "label_token_ids",
-                )
+        wrong = out_of_vocabulary(array("i", body.label_token_ids), num_ids)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"label_token_ids: Token ID {wrong} is out of vocabulary, whose ids are from 0 to {num_ids - 1}",
+                "label_token_ids",
+            )
         wanted = list(dict.fromkeys(body.label_token_ids))
         requests = [
             TurnRequest(
